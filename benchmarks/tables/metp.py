@@ -77,7 +77,15 @@ def longest_table() -> str:
 
 
 def overlap_table() -> str:
-    environment, measured = _overlap_row()
+    return _overlap("metp_overlap_8", "overlap")
+
+
+def four_table() -> str:
+    return _overlap("metp_overlap_4gpus", "four")
+
+
+def _overlap(name: str, footnote: str) -> str:
+    environment, (measured,) = load(name)
     at = {(r["tokens"], r["pass"]): r for r in measured["milliseconds"]}
     body = [
         [f"{tokens:,}", *(f"{at[tokens, 'forward + backward'][k]:.2f}" for k in ("matmuls", "hops", "ring"))]
@@ -93,12 +101,13 @@ def overlap_table() -> str:
         "backward",
         "both",
     ]
-    return table(header, body, [environment], "overlap")
+    return table(header, body, [environment], footnote)
 
 
 def crossover_table() -> str:
     body = []
-    for name, crossing in full_overlap_tokens(_overlap_row()[1]).items():
+    _, (row,) = load("metp_overlap_8")
+    for name, crossing in full_overlap_tokens(row).items():
         measured: Any = crossing["measured"]
         predicted = [
             f"{crossing[rate]:,} ({crossing[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")
@@ -121,17 +130,13 @@ def hops_table() -> str:
     return table(header, body, [environment], "hops")
 
 
-def _overlap_row() -> tuple[dict[str, Any], dict[str, Any]]:
-    environment, rows = load("metp_overlap_8")
-    return environment, rows[0]
-
-
 TABLES: Tables = {
     "memory": memory_table,
     "long": long_table,
     "compiled": compiled_table,
     "longest": longest_table,
     "overlap": overlap_table,
+    "four": four_table,
     "crossover": crossover_table,
     "hops": hops_table,
 }
