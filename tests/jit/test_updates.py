@@ -163,6 +163,23 @@ def test_gradients_of_one_layer_exist_at_a_time(name):
         assert sum(f'"n":"{LAYERS}"' in line for line in loops) == 4
 
 
+def test_stacks_of_more_places_than_32_bits_count():
+    """Places repeat from layer to layer there. Compiled for shapes alone: the weights would take 48 GiB."""
+    tx = memjax.compressed(ADAMW)
+
+    def of_a_layer(width):
+        of = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        stacks = {"scale": (LAYERS, width), "up": (LAYERS, width, 2 * width), "down": (LAYERS, 2 * width, width)}
+        params = {"embedding": of((100, width)), "layers": {name: of(shape) for name, shape in stacks.items()}}
+        args = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((8,), jnp.int32)
+        f, leaves, notes = moved(step_of(tx), args)
+        assert notes == []
+        return f.lower(*leaves).compile().memory_analysis().temp_size_in_bytes / width**2
+
+    assert LAYERS * 2**13 * 2**14 < 2**32 < LAYERS * 2**14 * 2**15
+    assert of_a_layer(2**14) < 1.01 * of_a_layer(2**13)
+
+
 def test_a_plan_moves_them_and_runs_layers_again():
     tx = optax.adamw(1e-2)
     with jax.enable_x64(True):

@@ -18,12 +18,17 @@ def reasons(
     program: Program, found: Sequence[Update], failed: Collection[int], donated: Mapping[Any, Any], platform: str
 ) -> list[str]:
     """What keeps the stacked gradients of loops whose updates are not found, those that `failed` left out, and what to change."""
-    moved = {id(one.loop) for one in found}.union(failed)
+    moved = {id(one.loop): one for one in found}
     notes = []
     for loop in backward_loops(program):
-        if id(loop) not in moved:
-            growth = Growth(program, loop, donated, platform)
-            notes.append(_mixed(program, growth, loop) or _not_donated(growth, loop))
+        if id(loop) in failed:
+            continue
+        growth = Growth(program, loop, donated, platform)
+        if id(loop) in moved:
+            notes.append(_not_known(set(kept_by(program, growth, loop)).difference(moved[id(loop)].gradients)))
+        else:
+            kept = kept_by(program, growth, loop)
+            notes.append(_mixed(program, growth, loop) or _not_donated(growth, loop) or _not_known(kept))
     return [*(note for note in notes if note), *_of_picked(program)]
 
 
@@ -53,6 +58,12 @@ def _not_donated(growth: Growth, loop: Any) -> str | None:
         f"keeps {_size(gradients_of(loop))} of gradients: their update makes {_size(makes)} that are no donated arguments: "
         "donate weights and state (donate_argnums)"
     )
+
+
+def _not_known(kept: Collection[Any]) -> str | None:
+    if not kept:
+        return None
+    return f"keeps {_size(kept)} of gradients: their update is not known to run for one turn of a loop"
 
 
 def _of_picked(program: Program) -> list[str]:

@@ -254,21 +254,15 @@ DITHER_OFFSET = 1.5 * 2.0**15 + 255 / 256
 
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """The row-major index of each value.
-
-    In an array of 2^32 values or more, leading axes are ignored until fewer than 2^32 indices are left, so indices
-    repeat along those axes.
-    """
-    axis = 0
-    while math.prod(shape[axis:]) >= 2**32:
-        axis += 1
-    if not is_of_one_device_on(jax.sharding.get_abstract_mesh()):
-        # An index for each axis: of one for all, each device would make the places of all devices.
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        each = [lax.broadcasted_iota(jnp.uint32, shape, i) * u32(strides[i]) for i in range(axis, len(shape))]
+    """The row-major index of each value, modulo 2^32."""
+    count = math.prod(shape)
+    if count >= 2**32 or not is_of_one_device_on(jax.sharding.get_abstract_mesh()):
+        # An index for each axis: one for all would be too long, or each device would make the places of all devices.
+        strides = [math.prod(shape[i + 1 :]) % 2**32 for i in range(len(shape))]
+        each = [lax.broadcasted_iota(jnp.uint32, shape, i) * u32(stride) for i, stride in enumerate(strides)]
         return sum(each, jnp.zeros(shape, jnp.uint32))
     # One index for all axes: the compiler would make those of single axes in kernels of their own.
-    return jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
+    return lax.iota(jnp.uint32, count).reshape(shape)
 
 
 def dithered_level(x: Float[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
