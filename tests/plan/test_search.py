@@ -20,6 +20,16 @@ def off_by(predicted, factor, amount, noise=0.0):
     return (np.array(predicted) * factor * RNG.uniform(1 - noise, 1 + noise, len(predicted)) + amount).astype(int)
 
 
+def test_where_it_is_known_what_arrays_take_the_second_try_corrects_by_an_amount():
+    """However much the first is off: by a factor the second would be far from the budget."""
+    predicted, seconds = frontier(100)
+    amount, budget = 3 * predicted[0], predicted[50] + 3 * predicted[0]
+    compiled = off_by(predicted, 1.0, amount).tolist()
+    patience = Patience(by_amount=True)
+    first, second, *_ = search(predicted, seconds, budget, compiled.__getitem__, patience=patience)
+    assert first.compiled > budget >= second.compiled == second.expected
+
+
 def best(compiled, budget):
     return max(np.flatnonzero(compiled <= budget), default=None)
 

@@ -45,6 +45,7 @@ class Patience(NamedTuple):
       off: the search ends where the first try takes so many times the predicted bytes and does not fit.
       over: it ends where nothing fits and nothing is expected to take less than so many times the budget.
       least_first: the plan of number `least` is compiled first, as nothing is known to be predicted well.
+      by_amount: the model is off by an amount, however much: what each array takes is known.
     """
 
     gain: float = GAIN
@@ -53,6 +54,7 @@ class Patience(NamedTuple):
     off: float = math.inf
     over: float = math.inf
     least_first: bool = False
+    by_amount: bool = False
 
 
 def search(
@@ -92,7 +94,9 @@ def search(
             alike = [one for one in tries if kind(one.number) == kind(i)]
             below = max((one for one in alike if one.number < i), default=None)
             above = min((one for one in alike if one.number > i), default=None)
-            expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)), alike or tries)
+            expected[i] = _expected(
+                predicted[i], *((below, above) if alike else (fits, over)), alike or tries, patience
+            )
         if tries and fits is None:
             is_off = tries[0].compiled > patience.off * tries[0].predicted
             if is_off or min(expected.values()) > patience.over * budget:
@@ -135,18 +139,21 @@ def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
     return one.compiled > unsure * budget and one.compiled > _KNOWN * one.predicted
 
 
-def _expected(predicted: int, below: Try | None, above: Try | None, tries: Sequence[Try]) -> float:
+def _expected(predicted: int, below: Try | None, above: Try | None, tries: Sequence[Try], patience: Patience) -> float:
     """Estimates the compiled bytes of a plan from its predicted bytes and the tries of others: two are next to it."""
     if below is not None and above is not None:
         part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
         return below.compiled + part * (above.compiled - below.compiled)
     one = below or above
-    return predicted if one is None else one.compiled + (predicted - one.predicted) * _slope(one, tries)
+    if one is None:
+        return predicted
+    return one.compiled + (predicted - one.predicted) * (1.0 if patience.by_amount else _slope(one, tries))
 
 
 def _slope(one: Try, tries: Sequence[Try]) -> float:
     """Compiled bytes per predicted byte next to a try: 1 if the model is off by an amount, as mostly; or a factor, as for a
-    sharded step. Where it is off by so much that it may be either, two tries tell: the slope is theirs, between these."""
+    sharded step if it is not known how arrays are split. Where it is off by so much that it may be either, two tries tell: the
+    slope is theirs, between these."""
     factor = max(one.compiled, 1) / max(one.predicted, 1)
     others = [other for other in tries if other.predicted != one.predicted]
     if 2 / 3 < factor < 3 / 2 or not others:
