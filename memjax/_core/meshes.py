@@ -34,6 +34,12 @@ def names_in(spec: Any) -> tuple[str, ...]:
     return tuple(name for entry in entries for name in entry)
 
 
+def mesh_of(shardings: Sequence[Any]) -> Any | None:
+    """The mesh of those that are on one: that of the most devices."""
+    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
+
+
 def split_over(shardings: Sequence[Any], likely: Sequence[bool]) -> int:
     """Over how many devices what is computed is taken to be split.
 

@@ -40,6 +40,7 @@ from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._jit.ways.order import WORTH_IT, ordered_for_memory
+from memjax._jit.ways.shapes import with_shapes
 from memjax._jit.ways.ways import Ways, note_memory
 from memjax._measure import remat_compiler_options
 from memjax._plan.batch.examples import batch_of
@@ -147,7 +148,7 @@ def _decided_here(
             progress.compiled(held_bytes(compiled), room)
         return compiled
 
-    ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with)
+    ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with, planned.lowered)
     body, fit = ways.body, ways.as_written
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
@@ -254,18 +255,12 @@ class _Planned:
 
     def compiled(self, body: Body, acting: Acting, *, for_memory: bool = False) -> Any:
         """The step with the passes in `acting` run by these, compiled, in the order of XLA or that of the least memory."""
-        out_tree = self._out_tree
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
-            return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
-
         changed = acting or body.is_changed or for_memory
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
         own = dict(remat_compiler_options(self._platform)) if changed else {}
         if for_memory:
             own |= ordered_for_memory(self._platform, (self._step.options.get("compiler_options") or {}) | own)
-        jitted = self._step.with_options(run, own) if changed else self._step.plain
+        jitted = self._with(body, acting, own) if changed else self._step.plain
         options = own | compiler_options(self._platform)
         with option_errors(self._step.options.get("compiler_options") or {}):
             lowered, before = jitted.trace(*self._args, **self._kwargs).lower(), found_in_jax_cache()
@@ -274,6 +269,20 @@ class _Planned:
         if found_in_jax_cache() > before:
             self._loaded.add(id(program))
         return program
+
+    def lowered(self, body: Body, acting: Acting) -> Any:
+        """The step with the passes in `acting` run by these, lowered."""
+        return self._with(body, acting, {}).trace(*self._args, **self._kwargs).lower()
+
+    def _with(self, body: Body, acting: Acting, options: Mapping[str, Any]) -> Any:
+        """The step with the passes in `acting` run by these, under `jax.jit` with these options of the compiler."""
+        out_tree = self._out_tree
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
+            return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
+
+        return self._step.with_options(run, options)
 
     def jitted_of(self, program: Any) -> Any:
         """The function that was compiled to `program`."""
@@ -332,9 +341,10 @@ def passes_by(
 ) -> tuple[list[StepPasses], Layout]:
     """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
     layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
-    body = _Planned(step, traced, args, kwargs, device.platform).body_by(plan, layout)
+    planned = _Planned(step, traced, args, kwargs, device.platform)
+    body = planned.body_by(plan, layout)
     note_memory(body, traced, device)
-    return list(body.every()), layout
+    return list(body.every()), with_shapes(layout, body, planned.lowered)
 
 
 def beside(traced: Any, layout: Layout) -> tuple[int, int]:

@@ -84,7 +84,7 @@ class Fit:
 
     Args:
       body: the step.
-      layout: of its inputs.
+      layout: gives that of its inputs; it is called once something is predicted.
       compile_with: compiles it.
       beside: bytes of a device that no plan changes, about: arguments and results, sums over microbatches.
       compress, offload: what plans may do besides computing again.
@@ -95,7 +95,7 @@ class Fit:
     def __init__(
         self,
         body: Body,
-        layout: Layout,
+        layout: Callable[[], Layout],
         compile_with: Compile,
         beside: int,
         *,
@@ -105,7 +105,7 @@ class Fit:
         predictions: Predictions | None = None,
     ):
         self._passes, self._body = list(body.every()), body
-        self._layout, self._beside, self._compile_with = layout, beside, compile_with
+        self._layout_of, self._beside, self._compile_with = layout, beside, compile_with
         self._seconds_of_sums, self._predictions = seconds_of_sums, predictions or Predictions()
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
@@ -113,6 +113,10 @@ class Fit:
         self._before: dict[Any, dict[Any, Known]] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._elsewhere = 0
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return self._layout_of()
 
     @property
     def plain(self) -> Compiled:

@@ -49,6 +49,21 @@ class Passes:
     in_use: Set[Any] = frozenset()
     constants: Mapping[int, np.ndarray] = MappingProxyType({})
     around: int = 0
+    _found: tuple[Program, Program, list[LoopPair]] | None = None
+
+    @property
+    def loops(self) -> list[LoopPair]:
+        """The scans whose bodies can be planned. Their bodies have the same variables each time."""
+        found = self._found
+        if found is None or found[0] is not self.forward or found[1] is not self.backward:
+            self._found = found = self.forward, self.backward, loop_pairs(self)
+        return found[2]
+
+    def with_loops(self, forward: Program, backward: Program, loops: list[LoopPair]) -> Passes:
+        """Those with other equations, and with the pairs of loops in them."""
+        found = copy.copy(self)
+        found.forward, found.backward, found._found = forward, backward, (forward, backward, loops)
+        return found
 
     def of_fewer(self, wrt: Sequence[bool]) -> Passes:
         """Those with respect to some of the inputs only: the same forward pass, and less of the backward pass."""

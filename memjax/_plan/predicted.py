@@ -16,6 +16,7 @@ from memjax._plan.budget.stretches import choices
 from memjax._plan.codes import codes_in
 from memjax._plan.derivative import LoopPair, Passes
 from memjax._plan.memory.layout import Layout
+from memjax._plan.memory.on_device import on_device
 from memjax._plan.result import Plan
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.loops import carried, in_results, remade, turn_of, written
@@ -53,7 +54,12 @@ def predicted_at_peak(derivative: Passes, plan: Plan | None, layout: Layout) -> 
     """
     if plan is not None and plan.stretches:
         chain = chain_of(derivative, plan, layout)
+        if layout.has_parts:
+            chain = Chain(on_device(derivative, layout), chain.rates, whole=chain, solved=False)
+            layout = layout.of_device
         return alive_by(chain, choices(chain, plan.stretches), layout)
+    if layout.has_parts:
+        derivative, layout = on_device(derivative, layout), layout.of_device
     moment, hoisted = as_written(derivative, costs.device(device_of(layout.shardings)).platform)
     held = [*_in(moment, Subset([], [])), _Held(_HOISTED, hoisted)]
     return _named(held, dict(_origins(derivative, ())), layout)

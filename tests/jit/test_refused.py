@@ -49,7 +49,7 @@ def _fit_whose_plans_compile_to(nbytes):
 
     closed = jax.make_jaxpr(step.f)(*step.args)
     layout = Layout([None] * len(closed.in_avals))
-    return Fit(Body(closed), layout, compiled, 0, compress=False, offload=False)
+    return Fit(Body(closed), lambda: layout, compiled, 0, compress=False, offload=False)
 
 
 def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
@@ -100,7 +100,7 @@ def test_a_derivative_that_takes_less_as_it_is_than_another_at_its_least_stays_s
 
     closed = jax.make_jaxpr(step)(parameters(), batch())
     layout = Layout([None] * len(closed.in_avals))
-    fit = Fit(Body(closed), layout, lambda acting: None, 0, compress=False, offload=False)
+    fit = Fit(Body(closed), lambda: layout, lambda acting: None, 0, compress=False, offload=False)
     line = Line([fit._known(one) for one in fit._passes], in_steps=False)
     assert sorted(run is None for run in line.runs(0)) == [False, True]
 
@@ -131,7 +131,7 @@ def test_what_a_step_takes_as_it_is_written_is_predicted(name):
     traced = jax.jit(step.f, **step.options).trace(*step.args)
     beside = sum(map(local_bytes, closed.in_avals, [None] * len(closed.in_avals))) + bytes_of_results(traced)
     layout = Layout([None] * len(closed.in_avals))
-    fit = Fit(Body(closed), layout, lambda acting: None, beside, compress=False, offload=False)
+    fit = Fit(Body(closed), lambda: layout, lambda acting: None, beside, compress=False, offload=False)
     assert fit.predicted_plain == pytest.approx(held(traced.lower().compile(OPTIONS)), rel=0.05)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -56,7 +57,23 @@ def bind(eqn: Any, values: Sequence[Any], *, marked: bool = False) -> list[Any]:
         return [vary(value, frozenset(params["axes"])) for value in values]
     with inside(eqn, marked=marked):
         out = eqn.primitive.bind(*values, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    outs = list(out) if eqn.primitive.multiple_results else [out]
+    return outs if (after := _after.get()) is None else after(eqn.outvars, outs)
+
+
+After = Callable[[Sequence[Any], list[Any]], list[Any]]
+"""From the results of an equation, as variables and values, to values in their place."""
+_after: ContextVar[After | None] = ContextVar("memjax_after_equations", default=None)
+
+
+@contextlib.contextmanager
+def after_equations(do: After) -> Iterator[None]:
+    """Has `do` called with what each equation makes."""
+    token = _after.set(do)
+    try:
+        yield
+    finally:
+        _after.reset(token)
 
 
 def axis_sizes(jaxpr: Any) -> dict[str, int]:

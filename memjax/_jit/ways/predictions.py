@@ -8,9 +8,10 @@ from typing import NamedTuple
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._jit.derivatives.body import Body
-from memjax._jit.derivatives.passes import StepPasses
 from memjax._plan.budget.known import Key
+from memjax._plan.derivative import Passes
 from memjax._plan.memory.layout import Layout
+from memjax._plan.memory.on_device import on_device
 from memjax._plan.predicted import as_written
 
 
@@ -35,8 +36,10 @@ def way_of(body: Body, keys: Sequence[Key]) -> Way:
     return Way(how if keys or body.is_changed else None, bool(keys), in_steps)
 
 
-def plain_bytes(passes: StepPasses, layout: Layout) -> int:
+def plain_bytes(passes: Passes, layout: Layout) -> int:
     """Temporary bytes that the model predicts of passes as they are."""
+    if layout.has_parts:
+        passes, layout = on_device(passes, layout), layout.of_device
     moment, hoisted = as_written(passes, costs.device(device_of(layout.shardings)).platform)
     return layout.local(moment.nbytes + hoisted + passes.around)
 

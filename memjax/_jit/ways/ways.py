@@ -19,6 +19,7 @@ from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._jit.ways.numbers import Numbers
 from memjax._jit.ways.predictions import Predictions
+from memjax._jit.ways.shapes import Lower, with_shapes
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
 from memjax._plan.budget.search import OF_ONE
@@ -41,6 +42,7 @@ class Ways:
       device: one that it runs on.
       arguments, results: bytes of a device for them, about; results that are donated arguments do not count.
       compile_with: compiles the step with passes run otherwise than they are.
+      lower: lowers it; None: on a mesh all arrays are taken to be split evenly.
 
     Attributes:
       body, as_written: the step as it is written.
@@ -56,9 +58,11 @@ class Ways:
         arguments: int,
         results: int,
         compile_with: Callable[[Body, Acting], Any],
+        lower: Lower | None = None,
     ):
         self._traced, self._allow, self._layout, self._device = traced, allow, layout, device
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
+        self._lower = lower
         self._no_microbatches: str | None = None  # why
         self._predictions = Predictions()
         self.body = Body(traced.jaxpr)
@@ -71,8 +75,13 @@ class Ways:
         if sums:  # they are all that the loop over microbatches returns
             for one in body.every():
                 one.around = 0
+        layout = functools.partial(self._layout_of, body)
         options = allowed | {"seconds_of_sums": seconds_of_sums, "predictions": self._predictions}
-        return Fit(body, self._layout, compile_with, self.beside + sums, **options)
+        return Fit(body, layout, compile_with, self.beside + sums, **options)
+
+    def _layout_of(self, body: Body) -> Layout:
+        """The layout of the step's inputs, with the shapes of what is computed where it is on a mesh."""
+        return self._layout if self._lower is None else with_shapes(self._layout, body, self._lower)
 
     def fastest(self, room: int | str) -> tuple[StepPlan, Any]:
         """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next if it does not fit.

@@ -228,9 +228,9 @@ def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly:
     patience = OF_PARTS._replace(
         most=MOST_TRIES if thoroughly else 1 if before else OF_PARTS.enough, over=math.inf if thoroughly else OF_ONE
     )
-    if program.layout.devices > 1:
+    if program.is_split:
         # Predictions are off by what is sent, in steps as well: a few corrections do more.
-        return patience._replace(enough=MOST_TRIES)
+        return patience._replace(enough=MOST_TRIES, by_amount=program.is_by_parts)
     return patience._replace(
         enough=max(OF_PARTS.enough - len(before), 1),
         off=math.inf if in_steps else _OFF,

@@ -14,6 +14,7 @@ from memjax._plan.budget.stretches import choices, stretches
 from memjax._plan.derivative import Passes
 from memjax._plan.memory.compiled import compiled_bytes
 from memjax._plan.memory.layout import Layout
+from memjax._plan.memory.on_device import on_device
 from memjax._plan.result import Stretch
 from memjax._plan.run import KeepAll, Run
 from memjax._plan.solve.chain import Chain, Choice, peak_of
@@ -42,8 +43,10 @@ class Known:
     """What is known of a program. Bytes and seconds are those of a device.
 
     Attributes:
-      chain: it as a chain, solved.
-      layout: of its inputs.
+      chain: it as a chain, solved; of a device's parts where it is known what these are.
+      layout: of the inputs of that chain.
+      is_split: whether the inputs are on several devices.
+      is_by_parts: whether plans are made for a device's parts of arrays. Codes are for whole arrays.
       digest: of it.
       compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed.
       measure: compiles a step; None: value and gradient are the step.
@@ -59,9 +62,15 @@ class Known:
         compiled: dict[Any, int | None],
         measure: Measure | None = None,
     ):
-        self.chain = Chain(derivative, costs.device(device_of(layout.shardings)), **allowed._asdict())
+        rates = costs.device(device_of(layout.shardings))
+        self.is_split = layout.devices > 1
+        self.is_by_parts = layout.has_parts and not allowed.compress
+        self._whole = self.chain = Chain(derivative, rates, solved=not self.is_by_parts, **allowed._asdict())
+        if self.is_by_parts:
+            self.chain = Chain(on_device(derivative, layout), rates, whole=self._whole, **allowed._asdict())
+        self.layout = layout.of_device if self.is_by_parts else layout
         self.digest = digest
-        self._types, self.layout = types, layout
+        self._types, self._inputs = types, layout
         self.compiled, self._measure = compiled, measure
         self._predicted: dict[Key, int] = {}
 
@@ -73,7 +82,7 @@ class Known:
     @property
     def gathers_again(self) -> bool:
         """Whether what is computed again gathers sharded inputs again: on one device there is nothing to gather."""
-        return self.layout.devices > 1
+        return self.is_split
 
     @property
     def base_seconds(self) -> float:
@@ -115,14 +124,14 @@ class Known:
             if self._measure is not None:
                 self.compiled[key] = self._measure(self.run(stretches, in_steps) if stretches else None, key)
             else:
-                found = self.run(stretches, in_steps) if stretches else KeepAll(self.chain.derivative)
-                self.compiled[key] = compiled_bytes(found, self._types, self.layout)
+                found = self.run(stretches, in_steps) if stretches else KeepAll(self._whole.derivative)
+                self.compiled[key] = compiled_bytes(found, self._types, self._inputs)
         return self.compiled[key]
 
     def run(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> Run:
         """The two passes under a plan."""
         platform = self.chain.rates.platform if in_steps else None
-        return Run(self.chain, choices(self.chain, stretches), platform, gathers_again=self.gathers_again)
+        return Run(self._whole, choices(self._whole, stretches), platform, gathers_again=self.gathers_again)
 
 
 _known: dict[Any, Known] = {}

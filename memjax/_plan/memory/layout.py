@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +31,15 @@ class Layout(NamedTuple):
       devices: over how many devices what is computed is taken to be split, in predictions.
       assumes: under which assumption bytes are those of a device; "" if it is none.
       is_guessed: whether shardings are assumed.
+      shapes: of a device's parts of what is computed, by variable, where the compiler tells them; what is not in it is as types
+        tell, or split evenly. None: all is split evenly.
     """
 
     shardings: Sequence[Any]
     devices: int = 1
     assumes: str = ""
     is_guessed: bool = False
+    shapes: Mapping[Any, tuple[int, ...]] | None = None
 
     @property
     def of_results(self) -> list[Any]:
@@ -47,7 +50,17 @@ class Layout(NamedTuple):
     def within(self, manual: Collection[str]) -> Layout:
         """That inside a `jax.shard_map` over these axes, where types are those of a device's part."""
         split = next((one for one in self.shardings if parts(one) == self.devices), None)
-        return self._replace(devices=parts(split, manual)) if manual else self
+        return self._replace(devices=parts(split, manual), shapes=None) if manual else self
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the shapes of a device's parts are known."""
+        return self.devices > 1 and self.shapes is not None
+
+    @property
+    def of_device(self) -> Layout:
+        """That of a device's parts, of which bytes need not be divided any more."""
+        return self._replace(devices=1, shapes=None)
 
     def local(self, nbytes: int) -> int:
         """A device's share of bytes that are computed."""

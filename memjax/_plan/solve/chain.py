@@ -22,7 +22,7 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
-from memjax._plan.derivative import LoopPair, Passes, loop_pairs
+from memjax._plan.derivative import LoopPair, Passes
 from memjax._plan.memory.lent import lent_to_pieces
 from memjax._plan.solve.loops import loop_options
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
@@ -43,6 +43,13 @@ class Choice(NamedTuple):
 class Chain:
     """What a derivative can keep and run again.
 
+    Args:
+      derivative: the passes.
+      rates: of the device.
+      compress, offload: whether something may be kept in codes, or on the host.
+      solved: whether the frontier is wanted.
+      whole: the chain of the whole passes, if these are a device's part of them. Both are cut alike.
+
     Attributes:
       cuts: where the pieces begin, as numbers of equations.
       turns: for each equation of the backward pass the piece in whose turn it runs.
@@ -59,18 +66,22 @@ class Chain:
         compress: bool = False,
         offload: bool = False,
         solved: bool = True,
+        whole: Chain | None = None,
     ):
         self.derivative, self.rates = derivative, rates
         self._offload = offload
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
-        pairs = {id(pair.forward): pair for pair in loop_pairs(derivative)}
+        pairs = {id(pair.forward): pair for pair in derivative.loops}
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
         self.codes = codes_of(derivative, self.free) if compress else None
         alone = [pair.forward for pair in self.loops.values()]
-        cuts, n = cut_points(program, derivative.outputs, self.free, alone), len(program.eqns)
-        self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
-        self.turns = backward_turns(program, backward, self.cuts, self.free)
+        if whole is None:
+            cuts, n = cut_points(program, derivative.outputs, self.free, alone), len(program.eqns)
+            self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
+            self.turns = backward_turns(program, backward, self.cuts, self.free)
+        else:
+            self.cuts, self.turns = whole.cuts, whole.turns
         self._index()
         self._frontiers: dict[Any, list[Option]] = {}  # by signature of a stretch, of places instead of variables
         self._texts: dict[int, str] = {}
