@@ -25,7 +25,7 @@ from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import LoopPair, Passes
 from memjax._plan.memory.lent import lent_to_pieces
 from memjax._plan.solve.loops import loop_options
-from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
+from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points, gathered
 from memjax._plan.solve.segment import Option, Segment, options
 
 _LONGEST = 4  # pieces in a stretch
@@ -72,6 +72,7 @@ class Chain:
         self._offload = offload
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
+        self._gathered = gathered(program, self.free)
         pairs = {id(pair.forward): pair for pair in derivative.loops}
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
         self.codes = codes_of(derivative, self.free) if compress else None
@@ -144,6 +145,7 @@ class Chain:
             primal=[eqn for eqn in eqns if id(eqn) in self._is_primal],
             outputs=variables(self.derivative.outputs),
             places=sorted(size for piece in self.places[a:b] for size in piece),
+            gathered=[var for var in read_by([*eqns, *backward]) if var in self._gathered],
         )
 
     def between(self, start: int, stop: int) -> Segment:
@@ -215,7 +217,7 @@ class Chain:
                 if not is_literal(atom):
                     if atom not in number:
                         number[atom] = len(number)
-                        same = roles.get(atom), atom in self.free, atom in results
+                        same = roles.get(atom), atom in self.free, atom in self._gathered, atom in results
                         if atom not in self._types:
                             self._types[atom] = atom.aval.str_short()
                         parts.append((*same, need(atom), self._types[atom]))

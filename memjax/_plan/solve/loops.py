@@ -24,7 +24,7 @@ from memjax._plan.codes import Codes
 from memjax._plan.derivative import LoopPair, can_be_split
 from memjax._plan.schedule.choose import Costs, Steps, check_budget, fastest
 from memjax._plan.schedule.execute import LoopPlan
-from memjax._plan.solve.phases import available_anywhere
+from memjax._plan.solve.phases import available_anywhere, gathered
 from memjax._plan.solve.segment import Option, Segment, options
 
 _MOST_TURNS = 64  # of a loop that is split, so that few options arise
@@ -183,6 +183,7 @@ def turn_of(pair: LoopPair, free: set[Any]) -> Segment:
         results=(),
         primal=program.flow.needed(outs, always=program.flow.acting),
         lost=lost,
+        gathered=[*gathered(program, free)],
     )
 
 

@@ -18,13 +18,23 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
 _MOST_PIECES = 160
+_GATHERS = frozenset(("reshard", "sharding_constraint"))
+_MOVES = VIEWS | _GATHERS
 
 
 def available_anywhere(program: Program, free: Iterable[Any]) -> set[Any]:
-    """What is there again in the backward pass, or follows from that by moving it, or from constants cheaply."""
+    """What is there again in the backward pass, or follows from that by moving it, or from constants cheaply.
+
+    Parameters that are gathered where a block begins are: each part of the block gathers what it reads.
+    """
     flow = program.flow
     constant = flow.following((), lambda eqn: not expensive(eqn))
-    return flow.following({*free, *program.constvars, *constant}, lambda eqn: eqn.primitive.name in VIEWS)
+    return flow.following({*free, *program.constvars, *constant}, lambda eqn: eqn.primitive.name in _MOVES)
+
+
+def gathered(program: Program, free: set[Any]) -> set[Any]:
+    """What a device has more of than of the inputs that it follows from, while it is read."""
+    return made_by(eqn for eqn in program.eqns if eqn.primitive.name in _GATHERS).keys() & free
 
 
 def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: Sequence[Any] = ()) -> list[int]:

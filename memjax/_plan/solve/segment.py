@@ -30,6 +30,7 @@ class Segment(NamedTuple):
       lost: inputs of `eqns` that are gone in the backward pass: what a loop carries.
       outputs: of the forward pass.
       places: bytes of arrays that may lie in the memory of results.
+      gathered: what it reads of inputs that are gathered for it.
     """
 
     eqns: Sequence[Any]
@@ -43,6 +44,7 @@ class Segment(NamedTuple):
     lost: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
     places: Sequence[int] = ()
+    gathered: Sequence[Any] = ()
 
 
 class Option(NamedTuple):
@@ -184,7 +186,7 @@ class BackwardTurn:
         # XLA:CPU runs an operator as soon as its operands are there. So recomputation does not wait until it is needed.
         run = Dataflow([*again, *self._backward] if platform == "cpu" else in_time(again, self._backward))
         in_codes = [code.variable for code in subset.coded]
-        here = [var for var in (*subset.kept, *in_codes, *segment.crossing) if var in run.read]
+        here = [var for var in (*subset.kept, *in_codes, *segment.crossing, *segment.gathered) if var in run.read]
         elsewhere = run.outside.keys() - set(here) - set(segment.entering)
         entering = [*segment.entering, *here]
         of = lambda order: fullest_moment(
@@ -211,4 +213,5 @@ def _in_forward(segment: Segment, flow: Dataflow, subset: Subset, platform: str)
             one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
         ]
         stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
-    return fullest_moment(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)
+    resident = read_by(eqns).keys() - flow.place.keys() - set(segment.gathered)
+    return fullest_moment(eqns, resident, segment.gathered, stays, segment.outputs, platform)
