@@ -139,6 +139,11 @@ _PASSES_OF_STACKING = 4
 # took 2.2 us per iteration more than one that kept only their sum before the activations, one array.
 _SECONDS_OF_STACKING = 5e-7
 
+SUMMED = "memjax_summed"
+"""Parameter of a product in a device's part of a program: its results are summed over devices."""
+# Over the result: NVLink between H200s passes a sixteenth of what a device reads from its memory, or about that.
+_PASSES_OF_SUM = 16
+
 SECONDS_TO_SPLIT = 2e-5  # a loop into two
 
 
@@ -296,6 +301,8 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     written = sum(array_bytes(var) for var in eqn.outvars if is_stored(var))
     read = sum(array_bytes(atom) for atom in {*filter(lambda a: not is_literal(a), eqn.invars)} if is_stored(atom))
     time = (written + read) / rates.nbytes
+    if eqn.params.get(SUMMED):
+        time += _PASSES_OF_SUM * sum(map(array_bytes, eqn.outvars)) / rates.nbytes
     work = flops(eqn)
     if not work and name in KERNELS:
         return rates.start + _PASSES_OF_UNKNOWN_KERNEL * time

@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend import core
 
 from memjax._core.compat import explicit_sharding
+from memjax._core.program.costs import SUMMED
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program
 from memjax._plan.derivative import LoopPair, Passes
@@ -83,6 +84,10 @@ class _Part:
         else:
             inside = {name: self._body(value) for name, value in eqn.params.items() if name not in params}
         invars, outvars = self._ends(eqn)
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            whole, part = eqn.invars[0].aval.shape, invars[0].aval.shape
+            inside[SUMMED] = any(part[axis] < whole[axis] for axis in contracted)
         return eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **inside, **params})
 
     def _body(self, value: Any) -> Any:
