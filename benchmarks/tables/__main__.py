@@ -35,6 +35,7 @@ PAGES: dict[str, Tables] = {
     "docs/guides/long-context.md": long_context.GUIDE,
     "docs/guides/optimizer.md": optimizer.GUIDE,
     "docs/benchmarks/plan.md": plan.TABLES,
+    "docs/guides/plan.md": plan.GUIDE,
     "docs/benchmarks/transformer.md": transformer.TABLES,
 }
 

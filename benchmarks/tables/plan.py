@@ -158,6 +158,22 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
     ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
 
 
+def offload() -> str:
+    """The least memory with what moves to the host and without, compiled ahead."""
+    environment, rows = load("plan_offload")
+    mib = lambda nbytes: f"{nbytes / _MIB:,.0f} MiB"
+    body = []
+    for again, moved in zip(rows[::2], rows[1::2], strict=True):
+        tokens = f"{again['length']:,}" if again["batch"] == 1 else f"{again['batch']} x {again['length']:,}"
+        cells = [mib(nbytes) for nbytes in (again["bytes"], moved["bytes"], moved["host_bytes"])]
+        body.append([f"{again['layers']}, {tokens}", *cells])
+    header = ["layers, tokens", "computing again", 'with "offload"', "of that on the host"]
+    return table(
+        header, body, [{**environment, "accelerator": rows[0]["machine"].replace(", not", " and not")}], "offload"
+    )
+
+
+GUIDE: Tables = {"offload": offload}
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
     "chain": lambda: frontier("chain"),
     "long": lambda: frontier("unrolled", "plan_unrolled_131072"),

@@ -1,0 +1,117 @@
+"""Sentences of `docs/benchmarks/`, but for those on compressed activations."""
+
+from collections.abc import Callable
+
+from benchmarks.tables.markdown import load
+from benchmarks.tables.prose.guides import workspace
+from benchmarks.tables.prose.rows import by, percent
+
+
+def scan_by_flax() -> str:
+    rows = by("bptt", "name")
+    flax, small = rows["nn.scan of nn.remat"], rows["budget 14.5MiB"]
+    assert flax["ms"] < small["ms"] < rows["jax.lax.scan"]["ms"]
+    return (
+        f"Down to {small['temp'] / 2**20:.0f} MiB it is faster than `jax.lax.scan`, because it writes less to memory. "
+        f"`nn.scan` of `nn.remat` is faster still, at {flax['temp'] / 2**20:.0f} MiB."
+    )
+
+
+def loops() -> str:
+    lstm, gru = (by(f"bptt_planned_{cell}", "name")["jax.lax.scan"]["temp"] / 2**20 for cell in ("lstm", "gru"))
+    return f"Plain, the LSTM (256 features, batch 64) takes {lstm:.0f} MiB, the GRU (384 features, batch 32) {gru:.0f} MiB."
+
+
+def scanned() -> str:
+    first, *others = (row for row in load("plan_scanned_131072")[1] if "planned_ms" in row)
+    (attention,) = (row for row in others if row["policy"] == "attention")
+    (more,) = {percent(row["planned_ms"] / row["ms"] - 1) for row in others}
+    assert first["planned_bytes"] < first["bytes"] < attention["bytes"]
+    return (
+        "In the first row the plan keeps attention's outputs, for which the policy that does so needs "
+        f"{attention['bytes'] / 2**20:,.0f} MiB. In the others both programs run attention once; the plan takes less memory, "
+        f"and {more} more time."
+    )
+
+
+def chunks() -> str:
+    rows = [row for row in load("recurrent")[1] if row["way"] == "by hand"]
+    assert min(row["ratio"] for row in rows) > 1.3
+    return "that costs a third more"
+
+
+def gradients_of_head() -> str:
+    (size,) = {
+        row["output_bytes"] for row in load("cross_entropy")[1] if row["what"] == "time" and row["name"] == "plain JAX"
+    }
+    return f"the gradients take {size / 2**30:.2f} GiB."
+
+
+def least_of_unrolled() -> str:
+    least = min(row["bytes"] for row in load("plan_unrolled_16384")[1])
+    return f"The least budget of the unrolled layers, {least / 2**20:,.0f} MiB,"
+
+
+def noise() -> str:
+    rows = {
+        row["model"]: row for name in ("plan_public", "plan_public_convnext") for row in load(name)[1] if _equal(row)
+    }
+    return f"its ratio shows the noise: up to {percent(max(abs(_ratio(row) - 1) for row in rows.values()), 1)}."
+
+
+def _equal(row: dict) -> bool:
+    return row.get("policy") == "everything"
+
+
+def _ratio(row: dict) -> float:
+    return row["planned_ms"] / row["ms"]
+
+
+def workspaces() -> str:
+    rows = load("jit_ahead_scan", failed=True)[1]
+    many, long = (
+        {f"{row['workspace'] / 2**30:.1f} GiB" for row in rows if row["batch"] == batch}
+        for batch in ([8, 8192], [1, 131072])
+    )
+    return f"On an H100 that of attention's backward pass was {many.pop()} for 8 x 8,192 tokens and {long.pop()} for 131,072"
+
+
+def unrolled_ahead() -> str:
+    (row,) = load("jit_ahead_unrolled_80")[1]
+    assert row["tries"] == 2
+    assert all(
+        "held" not in row
+        for row in load("jit_ahead_scan", failed=True)[1]
+        if row["batch"] == [1, 131072] and row["budget_gib"] == 80
+    )
+    return f"Unrolled layers hold {(row['held'] + row['workspace']) / 2**30:.1f} GiB, found with two compilations."
+
+
+def hidden() -> str:
+    (row,) = load("metp_overlap_8")[1]
+    both = {one["tokens"]: one["hidden"] for one in row["milliseconds"] if one["pass"] == "forward + backward"}
+    assert all(share > 0.9 for tokens, share in both.items() if tokens >= 3072)
+    return (
+        "From 3,072 tokens on, nine tenths and more are hidden. With 2,048, where a hop takes as long as a step, what remains is "
+        f"the fixed cost of a hop: one of a MiB takes {2**20 / row['link'][str(2**20)] * 1e6:.0f} µs."
+    )
+
+
+def attention() -> str:
+    ring, four = (load(f"metp_attention_{name}")[1][0] for name in ("8", "4gpus"))
+    rates = lambda row: f"{row['ring_tflops_per_gpu']:.0f} against {row['flash_tflops']:.0f}"
+    assert percent(ring["share"]) == percent(four["share"])
+    return (
+        f"reaches {percent(ring['share'])} of one GPU's flash attention with as many tokens per GPU: {rates(ring)} "
+        f"TFLOP/s.[^attention] A ring of four GPUs, 131,072 tokens, reaches {percent(four['share'])} too: {rates(four)}."
+    )
+
+
+SENTENCES: dict[str, list[Callable[[], str]]] = {
+    "docs/benchmarks/scan.md": [scan_by_flax, loops, chunks],
+    "docs/benchmarks/plan.md": [scanned, least_of_unrolled, noise],
+    "docs/benchmarks/linear-cross-entropy.md": [gradients_of_head],
+    "docs/benchmarks/jit.md": [workspaces, unrolled_ahead],
+    "docs/benchmarks/metp.md": [hidden, attention],
+    "docs/benchmarks/long-context.md": [workspace],
+}
