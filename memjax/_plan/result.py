@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
+from memjax._core.program.name_policy import NamePolicy
+from memjax._plan.budget.policy import policy_of
 
 
 class Kept(NamedTuple):
@@ -25,6 +27,7 @@ class Kept(NamedTuple):
       what: its type, what makes it, and where in the code.
       bits: of each value in its code; None: it is kept as it is.
       on_host: whether it is moved to the memory of the host and back.
+      name: that the program gives it by `jax.ad_checkpoint.checkpoint_name`; None: none.
     """
 
     equation: int
@@ -33,6 +36,7 @@ class Kept(NamedTuple):
     what: str
     bits: int | None = None
     on_host: bool = False
+    name: str | None = None
 
     @property
     def how(self) -> str:
@@ -75,6 +79,8 @@ class Stretch(NamedTuple):
       seconds: predicted time spent on running again and on keeping.
       working_nbytes: predicted bytes alive while it has its turn in the backward pass, what is kept of it included.
       in_blocks: of a loop whose turns run again in blocks: how; else None.
+      crossing: what later stretches start from.
+      not_kept: names that the program gives to what is not kept of it.
     """
 
     start: int
@@ -85,6 +91,8 @@ class Stretch(NamedTuple):
     seconds: float
     working_nbytes: int
     in_blocks: InBlocks | None = None
+    crossing: tuple[Kept, ...] = ()
+    not_kept: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -237,6 +245,26 @@ class Plan:
             ax.figure.savefig(path, dpi=150)
         return ax
 
+    def as_policy(self) -> NamePolicy:
+        """The plan as a policy of `jax.checkpoint` by names, for trainers that have such policies and programs without memjax.
+
+            policy = memjax.plan(loss, params, batch, budget="20GiB").as_policy()
+            jax.checkpoint(layer, policy=policy)  # policy.saved are its names, for a configuration
+
+        Put it round the body of each loop over layers, and round what runs before and after the loops; where there are no loops,
+        round the function. Then the same arrays are kept. What is computed again may take longer: a plan keeps `tanh(x)` for both
+        its derivative and what reads it, and JAX computes a value again whose name is given to a copy of it. So name what
+        products give. XLA schedules what is computed again, so bytes may differ: `memjax.measure` tells.
+
+        Returns:
+          A policy of `memjax.remat.policies`, which `jax.checkpoint` and `memjax.remat.checkpoint` take.
+
+        Raises:
+          ValueError: there is no such policy. It says why: the plan computes nothing again, keeps arrays that have no name, keeps
+            some arrays of a name and not others, or has schedules, tiles or codes.
+        """
+        return policy_of(self)
+
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self))
@@ -255,8 +283,11 @@ class Plan:
     def _of_fields(cls, fields: dict[str, Any]) -> Plan:
         stretches = []
         for start, stop, kept, *rest in fields["stretches"]:
-            inside = tuple(_typed(Kept, one, least={"equation": -1}) for one in kept)
-            one = Stretch(start, stop, inside, *rest)
+            arrays = lambda some: tuple(_typed(Kept, one, least={"equation": -1}) for one in some)
+            one = Stretch(start, stop, arrays(kept), *rest)
+            if not all(isinstance(name, str) for name in one.not_kept):
+                raise ValueError(f"not_kept is {check.shown(one.not_kept)}")
+            one = one._replace(crossing=arrays(one.crossing), not_kept=tuple(one.not_kept))
             if one.in_blocks is not None:
                 block, tail, levels, *others = one.in_blocks
                 one = one._replace(in_blocks=_typed(InBlocks, (block, tail, tuple(levels), *others)))
@@ -332,8 +363,11 @@ def _alike(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
     found: list[tuple[int, Stretch]] = []
     kinds: dict[Any, int] = {}
     for stretch in stretches:
-        kept = tuple((kept.equation - stretch.start, *kept[1:]) for kept in stretch.kept)
-        key = (stretch.stop - stretch.start, kept, *stretch[3:])
+        kept, crossing = (
+            tuple((kept.equation - stretch.start, *kept[1:]) for kept in some)
+            for some in (stretch.kept, stretch.crossing)
+        )
+        key = (stretch.stop - stretch.start, kept, *stretch[3:8], crossing, stretch.not_kept)
         if key in kinds:
             times, first = found[kinds[key]]
             found[kinds[key]] = (times + 1, first)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import memjax
+from memjax._plan.result import Stretch
 from tests.remat.scan.scan_cases import arguments, close, loss, lstm, lstm_shapes
 
 LENGTH = 37
@@ -33,7 +34,7 @@ def with_blocks(plan, **changes):
     """The plan with other blocks, as JSON has it."""
     data = json.loads(plan.to_json())
     [loop] = [stretch for stretch in data["stretches"] if stretch[4] is not None]
-    loop[-1] = [changes[name] for name in ("block", "tail", "levels", "slots")] + [0]
+    loop[Stretch._fields.index("in_blocks")] = [changes[name] for name in ("block", "tail", "levels", "slots")] + [0]
     return memjax.Plan.from_json(json.dumps(data))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from memjax._core.compat import bodies, primitive_name
 from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program
+from memjax._core.program.primitives import NAMES
 from memjax._core.program.scopes import maker_of
 from memjax._plan.codes import BITS, codes_in
 from memjax._plan.memory.layout import Layout
@@ -21,21 +24,24 @@ from memjax._plan.solve.segment import Option
 
 def stretches(chain: Chain, choices: Sequence[Choice], layout: Layout) -> tuple[Stretch, ...]:
     """The choices as data, with bytes and seconds of a device; a loop has a stretch for each of its parts."""
-    return tuple(stretch for choice in choices for stretch in _stretches(chain, choice, layout))
+    held = {var for one in choices for var in (*_kept(one.option), *chain.between(one.start, one.stop).crossing)}
+    of_forward = _arrays(chain.derivative.forward, layout)
+    return tuple(stretch for choice in choices for stretch in _stretches(chain, choice, layout, of_forward, held))
 
 
-def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
+def _kept(option: Option) -> tuple[Any, ...]:
+    return *option.kept, *option.coded, *option.moved
+
+
+def _stretches(
+    chain: Chain, choice: Choice, layout: Layout, of_forward: Callable[..., Kept], held: set[Any]
+) -> list[Stretch]:
     option, loop = choice.option, chain.loops[choice.start] if choice.option.parts else None
     program, codes = chain.of_loop(loop)
     handed_on = layout.local(option.nbytes + option.lent - option.kept_nbytes)
-
-    def kept(var: Any, nbytes: int, bits: int | None = None, on_host: bool = False) -> Kept:
-        equation = program.flow.place.get(var, -1)
-        eqn = program.eqns[equation] if equation >= 0 else None
-        output = (program.invars if eqn is None else eqn.outvars).index(var)
-        made = "carried by the loop" if eqn is None else maker_of(eqn)
-        return Kept(equation, output, layout.local(nbytes), f"{var.aval.str_short()} {made}", bits, on_host)
-
+    crossing = tuple(of_forward(var, array_bytes(var)) for var in chain.between(choice.start, choice.stop).crossing)
+    kept = of_forward if loop is None else _arrays(program, layout)
+    eqns = program.eqns[choice.start : choice.stop] if loop is None else program.eqns
     found = []
     parts: Sequence[tuple[int | None, Option]] = option.parts or ((None, option),)
     for turns, one in parts:
@@ -46,9 +52,42 @@ def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
         ]
         seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)
         in_blocks = None if option.in_blocks is None else _in_blocks(option, layout)
-        found.append(Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working, in_blocks))
+        others = _not_kept(eqns, held if loop is None else {*_kept(one)})
+        of_turns = Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working, in_blocks)
+        found.append(of_turns._replace(crossing=crossing, not_kept=others))
         handed_on = 0
     return found
+
+
+def _arrays(program: Program, layout: Layout) -> Callable[..., Kept]:
+    """A function from variables of the program, and bytes, to data."""
+    names = {var: eqn.params["name"] for eqn in program.eqns if primitive_name(eqn) in NAMES for var in _named(eqn)}
+
+    def array(var: Any, nbytes: int, bits: int | None = None, on_host: bool = False) -> Kept:
+        equation = program.flow.place.get(var, -1)
+        eqn = program.eqns[equation] if equation >= 0 else None
+        output = (program.invars if eqn is None else eqn.outvars).index(var)
+        made = "carried by the loop" if eqn is None else maker_of(eqn)
+        what = f"{var.aval.str_short()} {made}"
+        return Kept(equation, output, layout.local(nbytes), what, bits, on_host, names.get(var))
+
+    return array
+
+
+def _named(eqn: Any) -> list[Any]:
+    """What a name is given to: the value that is read, and the one that is returned, which are the same array."""
+    return [*(var for var in eqn.invars if not is_literal(var)), *eqn.outvars]
+
+
+def _not_kept(eqns: Sequence[Any], kept: set[Any]) -> tuple[str, ...]:
+    """Names that the equations give to other values than these, also within loops and branches."""
+    found = set()
+    for eqn in eqns:
+        if primitive_name(eqn) in NAMES and kept.isdisjoint(_named(eqn)):
+            found.add(eqn.params["name"])
+        for body in bodies(eqn):
+            found.update(_not_kept(body.eqns, kept))
+    return tuple(sorted(found))
 
 
 def choices(chain: Chain, stretches: Sequence[Stretch]) -> list[Choice]:
