@@ -123,9 +123,10 @@ def test_what_nnx_donates_is_donated(capsys):
     assert "donate_argnums=(0,), budget='device')" in capsys.readouterr().out
 
 
-def test_explain_prints_what_the_function_does(capsys):
+def test_explain_prints_what_the_function_does(folder, capsys):
     step = STEPS["layers"]()
-    assert run(["explain", "factories:make"]) == 0
+    assert run(["explain", "factories:make", "--trace", str(trace := folder / "memory.json")]) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
     found = capsys.readouterr().out
     assert found == f"{memjax.explain(step.f, *step.args)}\n"
     assert found.endswith(": step = memjax.jit(step, budget='40GiB')\n")

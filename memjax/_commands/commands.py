@@ -44,18 +44,22 @@ class Explain:
     """Arguments that the step needs as values of Python."""
     picture: File = None
     """Draw the memory over the step into this file."""
+    trace: File = None
+    """Write the memory over the step into this file, a trace that Perfetto opens."""
     devices: Devices = None
     """GPUs to compile for, which need not be there, such as 1xH100."""
     json: bool = False
     """Print JSON, which `memjax.Explanation.from_json` reads."""
 
     def run(self, console: Console) -> int:
-        _check_files(picture=self.picture)
+        _check_files(picture=self.picture, trace=self.trace)
         step, args, _ = _made(self.factory, self.devices)
         with users_errors(f"{self.factory} must return a step that runs; it"):
             found = self._explained(step, args)
         if self.picture is not None:
             _written("picture", self.picture, found.plot)
+        if self.trace is not None:
+            _written("trace", self.trace, found.trace)
         if self.json:
             print(found.to_json())
         else:

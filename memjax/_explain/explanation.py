@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,15 @@ from memjax._core import check
 from memjax._core.check import readable_bytes
 from memjax._explain.line import line
 from memjax._explain.parts import Peak, PeakRow, Remedy, Row, Timeline
+from memjax._explain.trace import figures_of, trace_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Where the activation memory of a training step goes: what `memjax.explain` found.
 
-    `print` gives a table. `plot` draws the memory over the step. `to_json` and `from_json` keep it.
+    `print` gives a table. `plot` draws the memory over the step, `trace` writes it for Perfetto, and `figures` are for loggers.
+    `to_json` and `from_json` keep it.
 
     Attributes:
       rows: what is kept in device memory between the passes, the largest first.
@@ -92,10 +95,38 @@ class Explanation:
           ValueError: the compiled program is not known (`notes` says why).
         """
         check.path("path", path)
+        self._check_timeline()
+        _draw(self, path)
+
+    def trace(self, path: Any) -> None:
+        """Write the memory over the step as a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+        It has a counter of all temporary bytes, one for each module, and the two passes. One instruction of the compiled program
+        is a microsecond, for it does not say how long they take.
+
+        Args:
+          path: where to, "memory.json" for example, or an open file of bytes.
+
+        Raises:
+          ValueError: the compiled program is not known (`notes` says why).
+        """
+        check.path("path", path)
+        self._check_timeline()
+        text = trace_of(self.timeline).encode()
+        path.write(text) if hasattr(path, "write") else pathlib.Path(path).write_bytes(text)
+
+    def figures(self) -> dict[str, int]:
+        """Bytes by name, for `wandb.log(explanation.figures())`, TensorBoard or a table of runs.
+
+        Returns:
+          "residual_bytes", "offloaded_bytes", and "kept/MODULE" for what each module keeps between the passes. If the compiled
+          program is known also "peak_bytes", "temp_bytes", and "peak/KIND" for what is alive at the peak.
+        """
+        return figures_of(self)
+
+    def _check_timeline(self) -> None:
         if self.timeline is None or self.peak is None:
             raise ValueError(f"explanation must have a timeline, got none: {'; '.join(self.notes)}")
-
-        _draw(self, path)
 
     def __repr__(self) -> str:
         largest = self.rows[0].path if self.rows else "nothing"

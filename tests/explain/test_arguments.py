@@ -158,6 +158,9 @@ def test_a_picture_needs_a_program():
             memjax.Explanation.from_json(json.dumps(json.loads(explanation.to_json()) | change))
     with pytest.raises(ValueError, match="must have a timeline, got none: no schedule"):
         explanation.plot("never.png")
+    with pytest.raises(ValueError, match="must have a timeline, got none: no schedule"):
+        explanation.trace("never.json")
+    assert explanation.figures() == {"residual_bytes": 0, "offloaded_bytes": 0}
 
 
 @pytest.mark.parametrize(

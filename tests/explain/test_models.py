@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import io
+import json
 import re
 
 import jax
@@ -150,3 +151,31 @@ def test_rich_shows_brackets_as_they_are():
 def test_the_picture_is_a_file(tmp_path):
     explained("linen_transformer")[0].plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def test_a_trace_has_all_bytes_at_each_instruction(tmp_path):
+    """In the JSON of Chrome: counters of all modules add up to that of the whole, whose largest value is the peak."""
+    explanation = explained("linen_transformer")[0]
+    explanation.trace(tmp_path / "memory.json")
+    explanation.trace(file := io.BytesIO())
+    assert (tmp_path / "memory.json").read_bytes() == file.getvalue()
+    events = json.loads(file.getvalue())["traceEvents"]
+    whole, modules = {}, {}
+    for event in events:
+        if event["ph"] == "C":
+            of = whole if event["name"] == "temporary memory" else modules
+            of[event["ts"]] = of.get(event["ts"], 0) + event["args"]["bytes"]
+    assert whole == modules
+    assert max(whole.values()) == explanation.peak.bytes
+    forward, backward = (event for event in events if event["ph"] == "X")
+    assert (forward["ts"], forward["dur"]) == (0, backward["ts"])
+    assert backward["ts"] + backward["dur"] > max(whole)
+
+
+def test_figures_are_numbers_by_name():
+    explanation = explained("linen_transformer")[0]
+    figures = explanation.figures()
+    assert all(isinstance(value, int) for value in figures.values())
+    of = lambda kind: sum(value for name, value in figures.items() if name.startswith(kind))
+    assert of("kept/") == figures["residual_bytes"] == explanation.residual_bytes
+    assert of("peak/") == figures["peak_bytes"] == explanation.peak.bytes
