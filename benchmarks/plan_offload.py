@@ -7,6 +7,7 @@ the compiler, and a few minutes on two CPU cores.
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Config:
 def main(config: Config) -> None:
     jax.devices()  # the backend of this machine has to exist first
     text = config.target_config.read_text()
-    topology = topologies.get_topology_desc(
+    topology: Any = topologies.get_topology_desc(
         platform="cuda", topology_name="described", topology="1x1x1", target_config=text
     )
     there = jax.sharding.SingleDeviceSharding(topology.devices[0])
