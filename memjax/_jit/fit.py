@@ -14,8 +14,9 @@ from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
-from memjax._jit.ways.predictions import Predictions, plain_bytes, way_of
+from memjax._jit.ways.predictions import Predictions, bytes_in_order, plain_bytes, way_of
 from memjax._plan.acting import by_plan
+from memjax._plan.batch.microbatches import Sums
 from memjax._plan.budget.decide import OF_PARTS, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.plans import Plans
@@ -88,7 +89,7 @@ class Fit:
       compile_with: compiles it.
       beside: bytes of a device that no plan changes, about: arguments and results, sums over microbatches.
       compress, offload: what plans may do besides computing again.
-      seconds_of_sums: what adding up the gradients of microbatches takes.
+      sums: of the gradients of microbatches; their bytes are among those of `beside`.
       predictions: of the step in this way and others; None: nothing else is compiled of it.
     """
 
@@ -101,12 +102,12 @@ class Fit:
         *,
         compress: bool,
         offload: bool,
-        seconds_of_sums: float = 0.0,
+        sums: Sums = Sums(),  # noqa: B008 (it is immutable)
         predictions: Predictions | None = None,
     ):
         self._passes, self._body = list(body.every()), body
         self._layout_of, self._beside, self._compile_with = layout, beside, compile_with
-        self._seconds_of_sums, self._predictions = seconds_of_sums, predictions or Predictions()
+        self._sums, self._predictions = sums, predictions or Predictions()
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
@@ -125,15 +126,13 @@ class Fit:
 
     @functools.cached_property
     def predicted_plain(self) -> int:
-        """Bytes that the step with its passes as they are is predicted to hold."""
-        return self._beside + self._by_model({})
+        """Bytes that the step with its passes as they are is predicted to hold, by the lower prediction: it may fit."""
+        return self._beside + min(self._by_model({}), self._by_passes({}))
 
     @functools.cached_property
     def predicted_kept(self) -> int:
-        """The same, more slowly: what plans predict where nothing is computed again.
-
-        On GPUs this is nearer to what is compiled: XLA fuses there what JAX keeps, and computes it again where it is read.
-        """
+        """The same, more slowly: what plans predict where nothing is computed again. It is nearer on GPUs, where XLA fuses what
+        JAX keeps, and computes it again where it is read."""
         if costs.device(device_of(self._layout.shardings)).platform == "cpu":
             return self.predicted_plain
         return self._beside + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
@@ -163,7 +162,7 @@ class Fit:
             base += one.base_seconds
             again += min(fitting, default=math.inf)
         again *= self._body.microbatches
-        return Rank(self._body.microbatches * base + again + self._seconds_of_sums, again)
+        return Rank(self._body.microbatches * base + again + self._sums.seconds, again)
 
     def frontier(self) -> list[StepPoint]:
         """The bytes that plans are predicted to hold, and their seconds."""
@@ -359,7 +358,7 @@ class Fit:
         return measure, self._before.setdefault(passes, {})
 
     def _step(self, acting: Chosen) -> int:
-        """Temporary bytes of the step, compiled once for each choice."""
+        """Temporary bytes of the step, compiled once."""
         return self._compiled_with(acting).nbytes - self._beside
 
     def _compiled_with(self, acting: Chosen) -> Compiled:
@@ -375,13 +374,15 @@ class Fit:
 
     def _by_model(self, acting: Chosen) -> int:
         """Temporary bytes that the model predicts of the passes run so."""
-        each = (
-            self._known(one).predicted(acting[one][1])
-            if one in acting
-            else plain_bytes(one, self._layout.within(one.axes))
-            for one in self._passes
-        )
-        return max(each, default=0)
+        if (self._layout.devices, device_of(self._layout.shardings).platform) == (1, "cpu"):
+            return bytes_in_order(self._body, {one: run for one, (run, _) in acting.items()}) - self._sums.nbytes
+        return self._by_passes(acting)
+
+    def _by_passes(self, acting: Chosen) -> int:
+        """The same of the passes alone, the most that any of them takes."""
+        planned = [self._known(one).predicted(key) for one, (_, key) in acting.items()]
+        plain = (plain_bytes(one, self._layout.within(one.axes)) for one in self._passes if one not in acting)
+        return max([*planned, *plain], default=0)
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)

@@ -20,6 +20,7 @@ from memjax._core.program.dataflow import Dataflow, flow_of, is_literal
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import (
     ALIASES,
+    BARRIER,
     BESIDE_REDUCTIONS,
     CALLS,
     CALLS_OF_ONE_BODY,
@@ -247,9 +248,10 @@ def stored(
 ) -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
-    An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
-    for itself; on CPUs not where that takes an exponential or the like. On CPUs a reduction along rows is one kernel with the
-    values that it alone reads. A value that others read as well, or one that is selected or cut out, is written before it.
+    An elementwise value is written if it passes a barrier, or if an equation reads it that is not elementwise, nor a sum. All
+    others compute it again, each for itself; on CPUs not where that takes an exponential or the like. On CPUs a reduction along
+    rows is one kernel with the values that it alone reads. A value that others read as well, or one that is selected or cut out,
+    is written before it.
 
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
@@ -258,7 +260,9 @@ def stored(
     readers: dict[Any, int] = {}
     whole: set[Any] = set()
     inside: set[Any] = set()  # of the kernels of reductions
-    for kind, read in zip(kinds, roots, strict=True):
+    for eqn, kind, read in zip(flow.eqns, kinds, roots, strict=True):
+        if eqn.primitive.name == BARRIER:
+            whole |= read
         if not kind.is_alias:
             for var in read:
                 readers[var] = readers.get(var, 0) + 1

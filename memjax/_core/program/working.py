@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from memjax._core.compat import makes_two_words
+from memjax._core.compat import makes_two_words, scan_counts
+from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
 from memjax._core.program.dataflow import Dataflow, flow_of, made_by, variables
+from memjax._core.program.jaxpr import as_closed, calls_in_place
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 _WORDS = 8  # bytes of two words
-_WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # those that `_inside` knows
+_WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add", "random_bits"}  # see `_inside`
 
 
 class Moment(NamedTuple):
@@ -112,8 +115,11 @@ def fullest_moment(
         new = sum(map(size, made))
         dying = sum(map(size, ends.get(i, [])))
         inside = sum(size(out) for out in made if out in results)
-        in_place = is_fusible(eqn) or eqn.primitive.name in SCATTERS
-        over = min(new, dying) if in_place else 0  # written over an operand that is not needed any more
+        over = 0  # bytes written over an operand that is not needed any more
+        if is_fusible(eqn) or eqn.primitive.name in SCATTERS:
+            over = min(new, dying)
+        elif platform == "cpu":
+            over = min(new, sum(map(size, roots(_carried(eqn)).intersection(ends.get(i, [])))))
         within = _inside(eqn, platform)
         if alive + new - over + within > peak:
             peak, then = alive + new - over + within, (i, made, over, within)
@@ -134,18 +140,55 @@ def _stays_words(eqn: Any) -> bool:
 
 
 def _inside(eqn: Any, platform: str) -> int:
-    """Bytes of working memory inside an equation: a loop's iteration, a branch, a call, a convolution or a pool's gradient."""
+    """Bytes of working memory inside an equation: a loop's iteration, a branch, a call, a convolution, and so on."""
     name = eqn.primitive.name
     if name in PROGRAMS:
-        inputs = lambda body: [*body.invars, *body.constvars]
-        peaks = (peak_bytes(one.eqns, inputs(one), [], [], one.outvars, platform) for one in running(eqn, platform))
-        return max(peaks, default=0)
+        return max((_of_body(body, *_carry(eqn, body), platform) for body in running(eqn, platform)), default=0)
     if name == "conv_general_dilated":
         return _inside_convolution(eqn, platform)
+    if name == "random_bits" and platform == "cpu":
+        # Threefry's rounds are a loop there, which does not write its words over those of the round before.
+        return _WORDS * eqn.outvars[0].aval.size if _stays_words(eqn) else array_bytes(eqn.outvars[0])
     if name == "select_and_scatter_add" and platform in ("cuda", "rocm"):
         source = eqn.invars[0].aval  # for each window where its largest element is, in 32 bits for each dimension
         return 4 * source.ndim * source.size
     return 0
+
+
+@functools.lru_cache(256)  # planning asks for every way to run a stretch
+def _of_body(body: Any, start: int, carried: int, platform: str) -> int:
+    """The most bytes alive in a body, besides what it reads and results that are there.
+
+    Args:
+      body: the program.
+      start, carried: of its inputs, where those that it carries begin, and how many they are. New values go where they lie, if
+        they are needed no more then.
+      platform: what is compiled for.
+    """
+    if platform != "cpu":
+        return peak_bytes(body.eqns, [*body.invars, *body.constvars], [], [], body.outvars, platform)
+    program = calls_in_place(as_closed(body), differentiable=False)
+    before = program.invars[start : start + carried]
+    others = [*program.invars[:start], *program.invars[start + carried :], *program.constvars]
+    flow = breadth_first(Dataflow(program.eqns), program.outvars)
+    after, results = program.outvars[:carried], program.outvars[carried:]
+    return max(peak_bytes(flow, others, before, after, results, platform) - sum(map(array_bytes, before)), 0)
+
+
+def _carry(eqn: Any, body: Any) -> tuple[int, int]:
+    """Where among the inputs of a body those begin that a loop carries, and how many they are."""
+    if eqn.primitive.name == "scan":
+        return scan_counts(eqn)
+    is_body = eqn.primitive.name == "while" and len(body.outvars) == len(eqn.outvars)
+    return (len(body.invars) - len(body.outvars), len(body.outvars)) if is_body else (0, 0)
+
+
+def _carried(eqn: Any) -> Sequence[Any]:
+    """What an equation starts from and changes, if it is a loop."""
+    if eqn.primitive.name == "scan":
+        consts, carried = scan_counts(eqn)
+        return eqn.invars[consts : consts + carried]
+    return eqn.invars[-len(eqn.outvars) :] if eqn.primitive.name == "while" else ()
 
 
 def _padded_size(eqn: Any) -> int:

@@ -178,6 +178,14 @@ class Body:
         read = {flow.names.get(var, var) for var in read_by(of(self._stages[stage:]))}
         return (read & made_by(of(self._stages[:stage])).keys()) - parts
 
+    def program_with(self, acting: Acting) -> Program:
+        """The program as it runs with these passes run otherwise, calls in place, without what its outputs do not need."""
+        if not acting:
+            return without_dead_equations(self._program)
+        types = [var.aval for var in self._program.invars]
+        closed = trace(lambda *given: self.evaluate(given, acting), types, self._axes or {})
+        return without_dead_equations(calls_in_place(closed, differentiable=False))
+
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""
         program = self._program

@@ -7,12 +7,18 @@ from typing import NamedTuple
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._jit.derivatives.body import Body
+from memjax._core.program.breadth_first import breadth_first
+from memjax._core.program.dataflow import Dataflow
+from memjax._core.program.working import fullest_moment, hoisted_bytes
+from memjax._jit.derivatives.body import Acting, Body
 from memjax._plan.budget.known import Key
 from memjax._plan.derivative import Passes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.memory.on_device import on_device
 from memjax._plan.predicted import as_written
+from memjax._plan.solve.order import scattered_into_sums
+
+_IN_PART = 0.5  # of what the model was off by in another program
 
 
 class Way(NamedTuple):
@@ -44,6 +50,17 @@ def plain_bytes(passes: Passes, layout: Layout) -> int:
     return layout.local(moment.nbytes + hoisted + passes.around)
 
 
+def bytes_in_order(body: Body, acting: Acting) -> int:
+    """Temporary bytes that the model predicts of a whole step on one CPU, its passes run so, in the order in which XLA runs it.
+
+    What is made early, such as random bits, is alive besides what each stretch of a plan takes by itself.
+    """
+    program = body.program_with(acting)
+    flow = breadth_first(Dataflow(scattered_into_sums(program.eqns)), program.outvars)
+    moment = fullest_moment(flow, [*program.invars, *program.constvars], [], [], program.outvars, "cpu")
+    return moment.nbytes + hoisted_bytes(program.eqns, "cpu")
+
+
 class _Seen(NamedTuple):
     """A step that was compiled: temporary bytes as the model alone has them, and as the compiler took them."""
 
@@ -56,7 +73,8 @@ class Predictions:
     """Predictions of temporary bytes, each corrected by those compiled before that are most alike.
 
     In plans of one program the model is off by an amount, as by an array that is there a little longer than it has it. Between
-    programs of which one runs for fewer examples at a time it is off by a factor.
+    programs of which one runs for fewer examples at a time it is off by a factor, which counts in part. Plans in steps are off by
+    other amounts than those that are not: there the compiler has less to choose.
     """
 
     def __init__(self) -> None:
@@ -64,17 +82,15 @@ class Predictions:
 
     def corrected(self, way: Way, model: int) -> int:
         """Bytes that are predicted by now, `model` being what the model alone predicts."""
-        comparable = lambda one: (
-            one.way._replace(body=way.body, in_steps=way.in_steps) == way and None not in (one.way.body, way.body)
-        )
+        comparable = lambda one: one.way._replace(body=way.body) == way and None not in (one.way.body, way.body)
         seen = [one for one in reversed(self._seen) if comparable(one)]
         if not seen:
             return model
         # Of those that are equally alike the nearest, and of these the last.
-        unlike = lambda one: (one.way.body != way.body, one.way != way, abs(one.model - model))
+        unlike = lambda one: (one.way.body != way.body, abs(one.model - model))
         one = min(seen, key=unlike)
         if one.way.body != way.body:
-            return round(model * one.compiled / max(one.model, 1))
+            return round(model * (1 + _IN_PART * (one.compiled / max(one.model, 1) - 1)))
         return max(model + one.compiled - one.model, 0)
 
     def note(self, way: Way, model: int, compiled: int) -> None:

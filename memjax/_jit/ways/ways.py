@@ -21,7 +21,7 @@ from memjax._jit.ways.numbers import Numbers
 from memjax._jit.ways.predictions import Predictions
 from memjax._jit.ways.shapes import Lower, with_shapes
 from memjax._plan.batch.examples import batch_of
-from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
+from memjax._plan.batch.microbatches import PASSES_OF_SUMS, Sums, in_microbatches, sum_bytes
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
@@ -68,16 +68,16 @@ class Ways:
         self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
 
-    def _fit_of(self, body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
+    def _fit_of(self, body: Body, sums: Sums = Sums()) -> Fit:  # noqa: B008 (it is immutable)
         note_memory(body, self._traced, self._device)
         allowed: dict[str, Any] = {"compress": "compress" in self._allow, "offload": "offload" in self._allow}
         compile_with = lambda acting: self._compile_with(body, acting)
-        if sums:  # they are all that the loop over microbatches returns
+        if sums.nbytes:  # they are all that the loop over microbatches returns
             for one in body.every():
                 one.around = 0
         layout = functools.partial(self._layout_of, body)
-        options = allowed | {"seconds_of_sums": seconds_of_sums, "predictions": self._predictions}
-        return Fit(body, layout, compile_with, self.beside + sums, **options)
+        options = allowed | {"sums": sums, "predictions": self._predictions}
+        return Fit(body, layout, compile_with, self.beside + sums.nbytes, **options)
 
     def _layout_of(self, body: Body) -> Layout:
         """The layout of the step's inputs, with the shapes of what is computed where it is on a mesh."""
@@ -198,7 +198,7 @@ class Ways:
                 self._no_microbatches = no_microbatches(error)
                 return None
             self._no_microbatches = None
-            return self._fit_of(Body(parts, microbatches=count), sums, count * seconds)
+            return self._fit_of(Body(parts, microbatches=count), Sums(sums, count * seconds))
 
         divisible = self.as_written.predicted_kept - self.beside
         return Numbers(batch.length, self.beside + sums, divisible, fit_in)

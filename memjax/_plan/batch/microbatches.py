@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,13 @@ from memjax._plan.tile.rewrite import in_order
 
 PASSES_OF_SUMS = 1
 """Over the gradients, for each microbatch: sums are read where gradients are written."""
+
+
+class Sums(NamedTuple):
+    """Bytes of sums over microbatches that lie beside results, and seconds that adding up takes."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 def sum_bytes(batch: Batch) -> int:
