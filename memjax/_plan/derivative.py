@@ -23,13 +23,14 @@ from memjax._core.lists import Arrays, pick
 from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace
 from memjax._core.program.primitives import CHECKPOINTS
+from memjax._plan.solve.concatenations import late_concatenations
 
 
 class Passes:
     """A forward and a backward pass, whoever made them.
 
     Attributes:
-      forward: from the inputs to the outputs, then residuals.
+      forward: from the inputs to the outputs, then residuals. Concatenations are where they are read: `late_concatenations`.
       backward: from cotangents to results. It reads variables of `forward`: the residuals.
       outputs: the outputs among `forward.outvars`.
       wrt: which inputs are differentiated.
@@ -103,7 +104,7 @@ class Derivative(Passes):
         self.constants = {i: value for i, value in enumerate(closed.consts) if isinstance(value, np.ndarray)}
         self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
         traced = TracedPasses(self._outputs, types, wrt, outs, axes)
-        self.forward, self.outputs = traced.forward, traced.outputs
+        self.forward, self.outputs = late_concatenations(traced.forward), traced.outputs
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
         backward = without_dead_equations(traced.backward(cotangents))
         self.backward = with_copies(backward, self.forward.flow.place.keys(), axes)

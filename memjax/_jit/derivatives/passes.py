@@ -17,6 +17,7 @@ from memjax._core.program.dataflow import Dataflow, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import expensive
 from memjax._plan.derivative import Passes
+from memjax._plan.solve.concatenations import late_concatenations
 
 
 class StepPasses(Passes):
@@ -45,7 +46,7 @@ class StepPasses(Passes):
     def _set(self, inputs: list[Any], forward: Sequence[Any], backward: Sequence[Any], results: list[Any]) -> None:
         kept, outputs = read_by(backward), set(self.outputs)
         residuals = [var for var in made_by(forward) if var in kept and var not in outputs]
-        self.forward = Program([], [], inputs, [*self.outputs, *residuals], list(forward))
+        self.forward = late_concatenations(Program([], [], inputs, [*self.outputs, *residuals], list(forward)))
         self.backward = Program([], [], [], results, list(backward))
 
 

@@ -71,14 +71,22 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
         tail = next((p for p in range(heavy[-1] + 1, len(eqns)) if alive[p] <= alive[p + 1]), len(eqns))
         gaps += [tail] if tail < len(eqns) else []
     live = [{var for var, end in last.items() if made[var] < gap <= end} for gap in gaps]
-    chosen = []
+    chosen: list[int] = []
+    inside: set[int] = set()  # of these, places with fewer bytes beside them: inside of a layer
     for k, gap in enumerate(gaps):
         around = [alive[gaps[j]] for j in (k - 1, k + 1) if 0 <= j < len(gaps)]
         through = set.intersection(*(live[j] for j in (k - 1, k, k + 1) if 0 <= j < len(gaps)))
-        if all(alive[gap] <= other for other in around) or len(live[k] - through) == 1:
-            chosen.append(gap)
+        is_least = all(alive[gap] <= other for other in around)
+        if is_least or len(live[k] - through) == 1:
+            # Of places with as few bytes one where less than half is new since the last cut, if there is one: what crosses that
+            # is kept already. So the parts of a growing concatenation cross, and not what is made of all of them.
+            made_since = made_by(eqns[chosen[-1] if chosen else 0 : gap])
+            new = lambda p, vars=made_since: sum(array_bytes(v) for v in vars if made.get(v, p) < p <= last.get(v, -1))
+            older = min((p for p in range(gap, heavy[k], -1) if alive[p] == alive[gap]), key=new)
+            chosen.append(older if 2 * new(older) < new(gap) else gap)
+            inside |= set() if is_least else {chosen[-1]}
     while len(chosen) > _MOST_PIECES:
-        chosen.remove(max(chosen, key=alive.__getitem__))
+        chosen.remove(max(chosen, key=lambda p: (p in inside, alive[p])))
     forced = {i + step for i, eqn in enumerate(eqns) for step in (0, 1) if any(eqn is other for other in alone)}
     inner = (set(chosen) | forced) - {0, len(eqns)}
     return [0, *sorted(inner), len(eqns)]
