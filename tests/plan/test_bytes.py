@@ -38,7 +38,7 @@ def uncompiled(chain):
     """What is known of a program that is never compiled."""
     found = Known.__new__(Known)
     found.chain, found.layout, found.digest, found.step_bytes = chain, Layout(()), "", lambda *_: None
-    found._measure, found._predicted = None, {}
+    found._measure, found._predicted, found.is_split = None, {}, False
     return found
 
 
