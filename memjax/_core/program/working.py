@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend import core
+
 from memjax._core.compat import makes_two_words, scan_counts
 from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
 from memjax._core.program.dataflow import Dataflow, flow_of, made_by, variables
-from memjax._core.program.jaxpr import as_closed, calls_in_place
+from memjax._core.program.jaxpr import calls_in_place
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
@@ -167,7 +169,8 @@ def _of_body(body: Any, start: int, carried: int, platform: str) -> int:
     """
     if platform != "cpu":
         return peak_bytes(body.eqns, [*body.invars, *body.constvars], [], [], body.outvars, platform)
-    program = calls_in_place(as_closed(body), differentiable=False)
+    closed = core.ClosedJaxpr(body, [None] * len(body.constvars))  # types are all that counts
+    program = calls_in_place(closed, differentiable=False)
     before = program.invars[start : start + carried]
     others = [*program.invars[:start], *program.invars[start + carried :], *program.constvars]
     flow = breadth_first(Dataflow(program.eqns), program.outvars)
