@@ -7,6 +7,7 @@ or computed again one by one. A scan is one equation in each; `loop_pairs` finds
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ from memjax._core.arrays import strong
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, read_by, renamed, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace
 from memjax._core.program.primitives import CHECKPOINTS
+from memjax._plan.early.ended import in_loop, with_ends
+from memjax._plan.early.turns import Early, early, in_one
 from memjax._plan.solve.concatenations import late_concatenations
 
 
@@ -39,6 +42,7 @@ class Passes:
       in_use: results whose memory holds something else until they are made: donated arguments, what a loop carries.
       constants: by position, inputs that are NumPy arrays which the function holds.
       around: bytes of temporary memory that hold something else while the passes run: of a step, see `Body.note_around`.
+      axes: sizes of the named axes that collectives run over.
     """
 
     forward: Program
@@ -50,6 +54,7 @@ class Passes:
     in_use: Set[Any] = frozenset()
     constants: Mapping[int, np.ndarray] = MappingProxyType({})
     around: int = 0
+    axes: Mapping[str, int] = MappingProxyType({})
     _found: tuple[Program, Program, list[LoopPair]] | None = None
 
     @property
@@ -59,6 +64,10 @@ class Passes:
         if found is None or found[0] is not self.forward or found[1] is not self.backward:
             self._found = found = self.forward, self.backward, loop_pairs(self)
         return found[2]
+
+    @loops.setter
+    def loops(self, pairs: list[LoopPair]) -> None:
+        self._found = self.forward, self.backward, pairs
 
     def with_loops(self, forward: Program, backward: Program, loops: list[LoopPair]) -> Passes:
         """Those with other equations, and with the pairs of loops in them."""
@@ -99,23 +108,37 @@ class Derivative(Passes):
         *,
         of_blocks: bool = False,
     ):
-        self.wrt, self.outs, self.of_blocks = tuple(wrt), tuple(outs), of_blocks
-        primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
+        self.wrt, self.outs, self.of_blocks, self.axes = tuple(wrt), tuple(outs), of_blocks, axes
+        self._primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
         self.constants = {i: value for i, value in enumerate(closed.consts) if isinstance(value, np.ndarray)}
-        self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
-        traced = TracedPasses(self._outputs, types, wrt, outs, axes)
-        self.forward, self.outputs = late_concatenations(traced.forward), traced.outputs
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
+        in_one_loop = in_one(self._primal)
+        self._set(in_one_loop, types, cotangents)
+        if in_one_loop is self._primal:
+            return
+        pairs = loop_pairs(self)
+        paired = {id(pair.forward) for pair in pairs if pair.early is not None}
+        left = [eqn for eqn in self.forward.eqns if eqn.primitive.name == "scan" and id(eqn) not in paired]
+        if any(scan_counts(eqn)[1] < len(eqn.outvars) and in_loop(eqn) is not None for eqn in left):
+            self._set(self._primal, types, cotangents)  # a plan could not leave out the turns that do nothing
+        else:
+            self.forward = with_ends(self.forward, {id(pair.forward) for pair in pairs}, axes)
+
+    def _set(self, primal: Any, types: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        """The passes of a program."""
+        outputs, axes = functools.partial(self._outputs, primal), dict(self.axes)
+        traced = TracedPasses(outputs, types, self.wrt, self.outs, axes)
+        self.forward, self.outputs = late_concatenations(traced.forward), traced.outputs
         backward = without_dead_equations(traced.backward(cotangents))
         self.backward = with_copies(backward, self.forward.flow.place.keys(), axes)
 
     def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
         """The outputs and the pullback of those in `outs`, as JAX makes them: with all that the backward pass reads kept."""
-        return vjp(self._outputs, inputs, self.wrt, self.outs)
+        return vjp(functools.partial(self._outputs, self._primal), inputs, self.wrt, self.outs)
 
-    def _outputs(self, inputs: Arrays) -> Arrays:
+    def _outputs(self, primal: Any, inputs: Arrays) -> Arrays:
         n = self._n_consts
-        return eval_jaxpr(self._jaxpr, [*inputs[:n], *self._consts_of_calls], inputs[n:])
+        return eval_jaxpr(primal.jaxpr, [*inputs[:n], *primal.consts[n:]], inputs[n:])  # the first constants are inputs
 
 
 def with_copies(backward: Program, made: Collection[Any], axes: dict[str, int]) -> Program:
@@ -171,6 +194,7 @@ class LoopPair(NamedTuple):
       residuals: positions, among the outputs of `forward`, of what nothing but `backward` reads.
       in_place: by operand of `backward` that it carries, its position among what is carried: a stacked array of which a turn
         writes the slice that has its number. What the forward scan reads of such an operand is in what the other carries.
+      early: of a loop that ends early, its turns; `program` and `pull` are what runs before it ends. Else None.
     """
 
     forward: Any
@@ -181,6 +205,7 @@ class LoopPair(NamedTuple):
     free: list[Any]
     residuals: list[int]
     in_place: dict[Any, int]
+    early: Early | None = None
 
     @property
     def numbers(self) -> int | None:
@@ -242,9 +267,43 @@ def _pair(forward: Any, backward: Any, only: set[Any], flow: Dataflow) -> LoopPa
             again.append(i)
     free = [*program.constvars, *program.invars[:consts], *program.invars[consts + carried :]]
     pull = instead(pull, names)
+    if (ends := _early(forward, backward, program, pull, len(residuals))) is not None:
+        found, program, pull = ends
+        free = [*program.constvars, *program.invars[:consts]]
+        return LoopPair(forward, backward, program, pull, again, free, sorted(residuals), {}, found)
     own = [atom for i, atom in enumerate(backward.invars) if i not in set(again)]
     in_place = _in_place(own, scan_counts(backward), pull, flow)
     return LoopPair(forward, backward, program, pull, again, free, sorted(residuals), in_place)
+
+
+def _early(
+    forward: Any, backward: Any, program: Program, pull: Program, residuals: int
+) -> tuple[Early, Program, Program] | None:
+    """Of two loops that end early: how, and what turns of both do before that; of other loops None.
+
+    Args:
+      forward, backward: the loops.
+      program, pull: their bodies, the second with what it reads of the first.
+      residuals: of the forward loop, all it stacks if it is one.
+    """
+    (consts, carried), (consts_back, carried_back) = scan_counts(forward), scan_counts(backward)
+    is_plain = consts + carried == len(program.invars) and carried + residuals == len(program.outvars)
+    if not is_plain or carried_back != len(pull.outvars) or consts_back + carried_back != len(pull.invars):
+        return None
+    one, other = early(program, consts, carried), early(pull, consts_back, carried_back)
+    if one is None or other is None or one.running != other.running or one.asks.outvars != other.asks.outvars:
+        return None
+    # What the forward loop stacks has other names in the branch. Of those that do not run nothing is read.
+    names = dict(zip(program.outvars[carried:], one.turn.outvars[carried:], strict=True))
+    names = {var: other for var, other in names.items() if not is_literal(var)}
+    renamed_pull = Program(
+        other.turn.constvars,
+        other.turn.consts,
+        other.turn.invars,
+        renamed(other.turn.outvars, names),
+        [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in other.turn.eqns],
+    )
+    return one, one.turn, without_dead_equations(renamed_pull)
 
 
 def _in_place(own: Sequence[Any], counts: tuple[int, int], pull: Program, flow: Dataflow) -> dict[Any, int]:

@@ -80,6 +80,7 @@ class Loop:
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
         self.read_by_mirror = variables([*self._own, *(atom for atom, _ in (*self._consts, *self._slices))])
         self._stays = [i for i in range(len(pair.program.outvars)) if i not in set(pair.residuals)]
+        self._again = list(range(carried))  # of the state what a turn makes that runs again
         self.stack_count = sum(body.stack_count for body in self._bodies)
         if in_blocks is not None:
             self.stack_count = carried + (self.stack_count if in_blocks.tail else 0)
@@ -111,7 +112,8 @@ class Loop:
         def turn(
             body: _Body, carry: Arrays, xs: Any, *, writes: bool = True, keeps: bool = True
         ) -> tuple[Arrays, Arrays, Arrays]:
-            outvars = [program.outvars[i] for i in (self._stays if writes else range(carried))]
+            made = self._stays if writes else self._again
+            outvars = [program.outvars[i] for i in made]
             inner = program.given([*self._here(pair.forward.invars[:consts], given), *carry, *xs])
             codes: Env = {}
             if keeps:
@@ -120,16 +122,30 @@ class Loop:
                 evaluate_in([eqn], inner)
                 if keeps:
                     body.encode(eqn.outvars, inner, codes)
-            outs, kept = read(inner, outvars), Arrays()
+            outs, kept = dict(zip(made, read(inner, outvars), strict=True)), Arrays()
             if keeps:
                 on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
                 kept = [*read(inner, body.kept), *(codes[one.of] for one in body.codes), *on_host]
-            return outs[:carried], outs[carried:], kept
+            return [outs.get(i) for i in range(carried)], [outs[i] for i in made if i >= carried], kept
 
         return turn
 
     def backward(self, values: Any, env: Env, stacks: Sequence[Any]) -> None:
         """Run the loop of the backward pass; its outputs go to `env`."""
+        eqn, pull = self.pair.backward, self.pair.pull
+        _, carried = scan_counts(eqn)
+        turn, init, xs = self._backward_turn(values)
+        if self._plan is not None:
+            outs = self._backward_in_blocks(values, turn, init, xs, stacks)
+        else:
+            parts, given = [], iter(stacks)
+            for body in self._bodies:
+                parts.append([next(given) for _ in range(body.stack_count)])
+            outs, _ = self._run(eqn, turn, init, xs, pull.outvars[carried:], parts)
+        env |= zip(eqn.outvars, outs, strict=True)
+
+    def _backward_turn(self, values: Any) -> tuple[_Turn, Arrays, tuple[Arrays, Arrays]]:
+        """A turn of the backward loop, what the loop starts from, and what it scans over besides what is kept."""
         eqn, program, pull = self.pair.backward, self.pair.program, self.pair.pull
         consts, carried = scan_counts(eqn)
         own = read(values, self._own)
@@ -168,25 +184,14 @@ class Loop:
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
-        init, mine = own[consts : consts + carried], own[consts + carried :]
-        if self._plan is not None:
-            outs = self._backward_in_blocks(values, turn, init, (mine, slices), stacks)
-        else:
-            parts, given = [], iter(stacks)
-            for body in self._bodies:
-                parts.append([next(given) for _ in range(body.stack_count)])
-            outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
-        env |= zip(eqn.outvars, outs, strict=True)
+        return turn, own[consts : consts + carried], (own[consts + carried :], slices)
 
     def _backward_in_blocks(self, values: Any, turn: _Turn, init: Arrays, xs: Any, stacks: Sequence[Any]) -> Arrays:
         """Results of the loop of the backward pass, turns of the forward loop running again in blocks."""
         pair, plan, [body] = self.pair, self._plan, self._bodies
         assert plan is not None
         consts, carried = scan_counts(pair.forward)
-        needed = set(variables(atom for atom, _ in (*self._consts, *self._slices)))
-        # What only outputs are made of is not there any more, nor wanted.
-        there = [values[a] if not is_literal(a) and a in needed else None for a in pair.forward.invars]
-        there = [a.val if is_literal(a) else value for a, value in zip(pair.forward.invars, there, strict=True)]
+        there = self._there(values)
         states, tail = list(stacks[:carried]), list(stacks[carried:])
         again = self._forward_turn(there[:consts])
         written = {
@@ -204,6 +209,12 @@ class Loop:
         none_yet = list(init), [zeros(var.aval, (blocks.length,)) for var in made]
         carry, written = Execution(plan, blocks).pull_back(((states, []), tail), none_yet, step)
         return [*carry, *written]
+
+    def _there(self, values: Any) -> Arrays:
+        """Operands of the forward loop where turns of it run again. What only outputs are made of is gone by then, nor wanted."""
+        needed = set(variables(atom for atom, _ in (*self._consts, *self._slices)))
+        there = [values[a] if not is_literal(a) and a in needed else None for a in self.pair.forward.invars]
+        return [a.val if is_literal(a) else value for a, value in zip(self.pair.forward.invars, there, strict=True)]
 
     def _is_in_place(self, atom: Any) -> bool:
         return not is_literal(atom) and atom in self.pair.in_place

@@ -15,6 +15,7 @@ from memjax._plan.acting import chain_of
 from memjax._plan.budget.stretches import choices
 from memjax._plan.codes import codes_in
 from memjax._plan.derivative import LoopPair, Passes
+from memjax._plan.early.options import states_of
 from memjax._plan.memory.layout import Layout
 from memjax._plan.memory.on_device import on_device
 from memjax._plan.result import Plan
@@ -115,6 +116,14 @@ def _of_loop(chain: Chain, choice: Choice) -> tuple[list[_Held], list[_Held]]:
         there = _in(turn.peak(subset, turn.again(subset)), subset)
         return _stacked(_kept(turn, subset._replace(kept=[*option.kept])), turns), there
 
+    if plan is not None and pair.early is not None:
+        [(_, option)] = choice.option.parts
+        (tail, there), (block, _) = inside(option, plan.tail), inside(option, plan.block if plan.block > 1 else 0)
+        state = [*map(_whole, states_of(pair))]
+        kept = [*crossing, *_stacked(state, plan.rows), *tail]
+        rows = _stacked(state, sum(plan.levels[1:]) + 2 * len(plan.levels))
+        again = map(_whole, remade(pair, chain.free))
+        return kept, [*kept, *rows, *block, *there, *again, *moving]
     if plan is not None:
         [(_, option)] = choice.option.parts
         carry = [_whole(var) for var in pair.program.invars[slice(*carried(pair.forward))]]

@@ -349,7 +349,7 @@ def _check_types(
 
 
 def _in_blocks(how: InBlocks | None) -> str:
-    if how is None:
+    if how is None or not how.states:
         return ""
     over = f"of {how.slots} states by a schedule" if how.slots else f"of {' x '.join(map(str, how.levels))} blocks"
     return (

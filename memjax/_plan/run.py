@@ -27,6 +27,7 @@ from memjax._core.program.jaxpr import bind, evaluate_in, read
 from memjax._core.program.primitives import RANDOM
 from memjax._plan.codes import Code, codes_in, encoded
 from memjax._plan.derivative import Passes
+from memjax._plan.early.loop import EarlyLoop
 from memjax._plan.loop import Loop, constants_in
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
@@ -115,7 +116,7 @@ class Run:
         for one in choices:
             if one.option.parts and id((pair := chain.loops[one.start]).backward) in there:
                 of_loop = chain.codes_of_loop(pair), in_steps_on, constants, one.option.in_blocks
-                loop = Loop(pair, one.option.parts, *of_loop)
+                loop = (Loop if pair.early is None else EarlyLoop)(pair, one.option.parts, *of_loop)
                 self._loops[id(pair.forward)] = loop
         self._mirrors = {id(loop.pair.backward): loop for loop in self._loops.values()}
         stretches = [(one, chain.between(one.start, one.stop)) for one in choices]

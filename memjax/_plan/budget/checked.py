@@ -46,7 +46,7 @@ def _check_parts(chain: Chain, parts: Sequence[Stretch]) -> None:
     else:
         length = loop.forward.params["length"]
         few = [one for one in turns if one is not None and one >= 1]
-        if any(one.in_blocks is not None for one in parts):
+        if any(one.in_blocks is not None for one in parts) or loop.early is not None:
             _check_blocks(parts, loop)
         if len(few) < len(turns) or sum(few) != length or (len(turns) > 1 and not can_be_split(loop)):
             raise _damaged(f"turns {turns} of a loop of {length}")
@@ -62,7 +62,8 @@ def _check_blocks(parts: Sequence[Stretch], loop: LoopPair) -> None:
     if len(parts) > 1 or not can_be_split(loop) or any(kept.on_host for kept in parts[0].kept):
         raise _damaged(f"{len(parts)} parts of a loop at equation {parts[0].start} that runs in blocks")
     try:
-        loop_plan(parts[0])
+        if loop_plan(parts[0], is_early=loop.early is not None) is None and loop.early is not None:
+            raise ValueError("no blocks")
     except ValueError as error:
         raise _damaged(f"{error} of a loop at equation {parts[0].start}") from None
 

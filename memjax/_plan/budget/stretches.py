@@ -14,6 +14,7 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import NAMES
 from memjax._core.program.scopes import maker_of
 from memjax._plan.codes import BITS, codes_in
+from memjax._plan.early.options import is_plan
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import InBlocks, Kept, Stretch
 from memjax._plan.schedule.execute import LoopPlan
@@ -98,9 +99,9 @@ def choices(chain: Chain, stretches: Sequence[Stretch]) -> list[Choice]:
         if of_turns[0].turns is None:
             found.append(Choice(start, stop, _option(chain.derivative.forward, of_turns[0])))
         else:
-            program = chain.loops[start].program
+            program, is_early = chain.loops[start].program, chain.loops[start].early is not None
             parts = tuple((one.turns or 0, _option(program, one)) for one in of_turns)
-            plan = loop_plan(of_turns[0])
+            plan = loop_plan(of_turns[0], is_early=is_early)
             found.append(Choice(start, stop, Option((), 0, 0.0, 0, parts, in_blocks=plan)))
     return found
 
@@ -112,8 +113,8 @@ def _in_blocks(option: Option, layout: Layout) -> InBlocks:
     return InBlocks(plan.block, plan.tail, plan.levels, slots, layout.local(option.states_nbytes // max(plan.rows, 1)))
 
 
-def loop_plan(stretch: Stretch) -> LoopPlan | None:
-    """How the turns of a loop run again in blocks, or None.
+def loop_plan(stretch: Stretch, *, is_early: bool) -> LoopPlan | None:
+    """How the turns of a loop, which may be one that ends early, run again in blocks, or None.
 
     Raises:
       ValueError: what the data say is no such plan.
@@ -121,6 +122,13 @@ def loop_plan(stretch: Stretch) -> LoopPlan | None:
     if (how := stretch.in_blocks) is None:
         return None
     length, plan = stretch.turns or 0, None
+    if is_early:
+        found = LoopPlan(length, how.block, how.tail, None, how.levels)
+        if how.slots or not is_plan(found):
+            raise ValueError(
+                f"blocks of {how.block}, levels {how.levels} and a tail of {how.tail} for up to {length} turns"
+            )
+        return found
     blocks = (length - how.tail) // max(how.block, 1)
     if how.slots and blocks > 0:
         plan = schedule(blocks + 1, how.slots, strategy="hidden")

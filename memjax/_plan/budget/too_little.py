@@ -27,7 +27,7 @@ def too_little(chain: Chain, budget: int, least: int, layout: Layout) -> str:
     )  # predicted bytes are off, those of the least are compiled
     several = len(set(places)) > 1
     found = (f"(from {places[0]} to {places[-1]}) " if several else f"(at {places[0]}) ") if places else ""
-    turns = [pair.forward.params["length"] for pair in chain.loops.values()]
+    turns = [pair.forward.params["length"] for pair in chain.loops.values() if pair.early is None]
     hints = [] if where.start in chain.loops else ["; divide the batch, or the sequence with memjax.remat.tiled"]
     if turns:
         hints.append(

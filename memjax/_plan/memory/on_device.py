@@ -15,6 +15,7 @@ from memjax._core.program.costs import SUMMED
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program
 from memjax._plan.derivative import LoopPair, Passes
+from memjax._plan.early.inside import loops_of
 from memjax._plan.memory.layout import Layout
 
 
@@ -26,10 +27,11 @@ def on_device(passes: Passes, layout: Layout) -> Passes:
       layout: of its inputs, with the shapes that arrays have on a device.
     """
     part = _Part(layout)
-    loops = [*map(part.pair, passes.loops)]
+    whole_loops = loops_of(passes)
+    loops = [*map(part.pair, whole_loops)]
     instead = {
         id(getattr(whole, name)): getattr(one, name)
-        for whole, one in zip(passes.loops, loops, strict=True)
+        for whole, one in zip(whole_loops, loops, strict=True)
         for name in ("forward", "backward")
     }
     found = passes.with_loops(part.program(passes.forward, instead), part.program(passes.backward, instead), loops)
@@ -116,6 +118,7 @@ class _Part:
             self.atoms(pair.free),
             pair.residuals,
             {self.atom(atom): k for atom, k in pair.in_place.items()},
+            pair.early,
         )
 
 

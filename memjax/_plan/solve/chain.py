@@ -23,6 +23,7 @@ from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import LoopPair, Passes
+from memjax._plan.early.inside import loops_of
 from memjax._plan.memory.lent import lent_to_pieces
 from memjax._plan.solve.loops import loop_options
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points, gathered
@@ -73,7 +74,7 @@ class Chain:
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
         self._gathered = gathered(program, self.free)
-        pairs = {id(pair.forward): pair for pair in derivative.loops}
+        pairs = {id(pair.forward): pair for pair in loops_of(derivative)}
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
         self.codes = codes_of(derivative, self.free) if compress else None
         alone = [pair.forward for pair in self.loops.values()]

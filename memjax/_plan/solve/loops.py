@@ -22,6 +22,7 @@ from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import nbytes
 from memjax._plan.codes import Codes
 from memjax._plan.derivative import LoopPair, can_be_split
+from memjax._plan.early.options import early_options
 from memjax._plan.schedule.choose import Costs, Steps, check_budget, fastest
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.solve.phases import available_anywhere, gathered
@@ -52,11 +53,11 @@ def loop_options(
     length, is_reverse = pair.forward.params["length"], pair.forward.params["reverse"]
     free = available_anywhere(pair.program, pair.free)
     found = options(turn_of(pair, free), rates, free, codes, is_loop=True)
-    if offload:
+    if offload and pair.early is None:
         found = _with_moves(found, rates)
     mixed: list[Parts] = []
     # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
-    if rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
+    if rates.kind != "cpu" and pair.early is None and 1 < length <= _MOST_TURNS and can_be_split(pair):
         exact = [option for option in found if not option.coded and not option.moved]
         here = [option for option in found if not option.moved]
         pairs = [
@@ -74,6 +75,12 @@ def loop_options(
 
     carry = [var.aval for var in pair.program.invars[slice(*carried(pair.forward))]]
     again_nbytes = sum(map(array_bytes, remade(pair, there)))
+    outs = pair.program.outvars[: len(carry)]
+    advance = dataclasses.replace(pair.program, outvars=outs, eqns=pair.program.flow.needed(outs))
+    forward = costs.program_seconds(advance, rates)
+    if pair.early is not None:
+        turns = _corners([option for option in found if not option.coded])[:_MOST_BODIES]
+        return _best(early_options(pair, turns, crossing, moving + again_nbytes, forward))
 
     def in_blocks(option: Option, plan: LoopPlan, seconds: float) -> Option:
         state, kept = sum(map(nbytes, carry)), option.kept_nbytes
@@ -97,9 +104,6 @@ def loop_options(
     every = [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
-    outs = pair.program.outvars[: len(carry)]
-    advance = dataclasses.replace(pair.program, outvars=outs, eqns=pair.program.flow.needed(outs))
-    forward = costs.program_seconds(advance, rates)
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
     for option in _corners([part for one in again for _, part in one.parts])[:_MOST_BODIES]:
         steps = Steps(length, carry, [var.aval for var in option.kept])

@@ -1,0 +1,1 @@
+"""Loops that end early, such as solves of differential equations: found, planned, run."""
