@@ -9,6 +9,7 @@ one process: `ratio` is the median, over rounds, of the time by that of the defa
 import functools
 import statistics
 import time
+from typing import Any
 
 import diffrax
 import jax
@@ -52,7 +53,7 @@ def arguments():
 
 
 def compiled(f):
-    options = memjax.remat_compiler_options()
+    options: Any = memjax.remat_compiler_options()
     step = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))
     return step.lower(*arguments()).compile(compiler_options=options)
 
