@@ -11,14 +11,14 @@ import pytest
 import memjax
 from memjax._core.program import costs
 from memjax._core.program.jaxpr import calls_in_place
-from memjax._core.program.working import hoisted_bytes, peak_bytes
+from memjax._core.program.working import hoisted_bytes, lent_to, peak_bytes
 from memjax._plan.budget.decide import _decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.known import Known, key_of
 from memjax._plan.budget.plans import Plans
 from memjax._plan.derivative import Derivative
 from memjax._plan.memory.layout import Layout
-from memjax._plan.memory.lent import lent_to, lent_to_pieces
+from memjax._plan.memory.lent import lent_to_pieces
 from memjax._plan.solve.chain import Chain, peak_of
 from memjax._plan.solve.leaner import leaner
 from memjax._plan.solve.order import scattered_into_sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ def fullest_moment(
     names: dict[Any, Any] | None = None,
     *,
     is_loop: bool = False,
+    places: Iterable[Any] = (),
 ) -> Moment:
     """The moment with the most live bytes.
 
@@ -78,11 +80,13 @@ def fullest_moment(
       platform: the platform to compile for.
       names: maps each alias to the variable whose memory it shares; None: as these equations say.
       is_loop: whether the equations are the body of a loop, whose arrays are laid out side by side with few gaps.
+      places: results whose memory holds other values until they are computed, each one at a time.
     """
     flow = flow_of(eqns)
     names = flow.names if names is None else names
     roots = lambda atoms: {names.get(var, var) for var in variables(atoms)}
     resident, results = roots(resident), roots(results)
+    free = roots(places).intersection(made_by(flow.eqns))
     entering, leaving = roots(entering) - resident, roots(leaving) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
     written = stored(
@@ -107,6 +111,9 @@ def fullest_moment(
     alive = peak = sum(map(size, entering))
     then: tuple[int, list[Any], int, int] = -1, [], 0, 0
     spans = [(var, -2, last.get(var, 0)) for var in entering]
+    there = dict.fromkeys(entering)
+    # What a loop carries lies in one place before, in and after it.
+    of_programs = set(made_by(eqn for eqn in flow.eqns if eqn.primitive.name in PROGRAMS))
     ends: dict[int, list[Any]] = {}
     for var, _, until in spans:
         ends.setdefault(until, []).append(var)
@@ -123,14 +130,22 @@ def fullest_moment(
         elif platform == "cpu":
             over = min(new, sum(map(size, roots(_carried(eqn)).intersection(ends.get(i, [])))))
         within = _inside(eqn, platform)
-        if alive + new - over + within > peak:
-            peak, then = alive + new - over + within, (i, made, over, within)
+        now = alive + new - over + within
+        if now > peak and free:
+            lent = [var for var in (*there, *made) if var in free or var not in of_programs]
+            now -= lent_to([*map(size, lent), *_arrays_inside(eqn, within)], map(size, free))
+        if now > peak:
+            peak, then = now, (i, made, over, within)
         alive += new - dying - inside
+        free.difference_update(made)
+        for var in ends.get(i, []):
+            there.pop(var, None)
         for out in made:
             if out not in results:
                 if last.get(out, -1) > i:
                     ends.setdefault(last[out], []).append(out)
                     spans.append((out, i, last[out]))
+                    there[out] = None
                 else:
                     alive -= size(out)
     return Moment(peak, flow, *then, spans, words)
@@ -157,7 +172,6 @@ def _inside(eqn: Any, platform: str) -> int:
     return 0
 
 
-@functools.lru_cache(256)  # planning asks for every way to run a stretch
 def _of_body(body: Any, start: int, carried: int, platform: str) -> int:
     """The most bytes alive in a body, besides what it reads and results that are there.
 
@@ -169,13 +183,32 @@ def _of_body(body: Any, start: int, carried: int, platform: str) -> int:
     """
     if platform != "cpu":
         return peak_bytes(body.eqns, [*body.invars, *body.constvars], [], [], body.outvars, platform)
+    moment, before = _moment_in(body, start, carried)
+    return max(moment.nbytes - before, 0)
+
+
+@functools.lru_cache(256)  # planning asks for every way to run a stretch
+def _moment_in(body: Any, start: int, carried: int) -> tuple[Moment, int]:
+    """The fullest moment of a body on a CPU, and bytes of what is carried into it."""
     closed = core.ClosedJaxpr(body, [None] * len(body.constvars))  # types are all that counts
     program = calls_in_place(closed, differentiable=False)
     before = program.invars[start : start + carried]
     others = [*program.invars[:start], *program.invars[start + carried :], *program.constvars]
     flow = breadth_first(Dataflow(program.eqns), program.outvars)
     after, results = program.outvars[:carried], program.outvars[carried:]
-    return max(peak_bytes(flow, others, before, after, results, platform) - sum(map(array_bytes, before)), 0)
+    return fullest_moment(flow, others, before, after, results, "cpu"), sum(map(array_bytes, before))
+
+
+def _arrays_inside(eqn: Any, within: int) -> list[int]:
+    """Bytes of the arrays that are the working memory of an equation on a CPU, `within` in all."""
+    if eqn.primitive.name not in PROGRAMS:
+        return [within]
+    moments = [_moment_in(body, *_carry(eqn, body)) for body in running(eqn, "cpu")]
+    if not moments:
+        return []
+    moment, _ = max(moments, key=lambda one: one[0].nbytes - one[1])
+    carried = {var for var, first, _ in moment.spans if first < -1}
+    return [*(nbytes for var, nbytes in moment.alive if var not in carried), moment.inside]
 
 
 def _carry(eqn: Any, body: Any) -> tuple[int, int]:
@@ -223,3 +256,14 @@ def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
     """
     pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
     return sum(4 * (eqn.outvars[0].aval.ndim + 1) * _padded_size(eqn) for eqn in pools)
+
+
+def lent_to(arrays: Iterable[int], places: Iterable[int]) -> int:
+    """Bytes of the arrays that find a place, the largest first, each in the smallest that is large enough."""
+    free, total = sorted(places), 0
+    for size in sorted(arrays, reverse=True):
+        place = bisect_left(free, size)
+        if place < len(free):
+            free.pop(place)
+            total += size
+    return total

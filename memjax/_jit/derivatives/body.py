@@ -82,6 +82,7 @@ class Body:
         self._stages, self._of_stage = passes_of(self._program.flow, marks, reached.outvars, axes or {})
         self.passes = list(self._of_stage.values())
         self.inner_again = False
+        self.in_use: Set[int] = frozenset()
         if inner_again_on is not None:
             for one in self.passes:
                 self.inner_again |= computed_again(one, inner_again_on)
@@ -138,6 +139,7 @@ class Body:
     def put_in_use(self, numbers: Set[int]) -> None:
         """Note that the memory of the results with these indices holds other values until they are computed."""
         in_use = set(variables(self._program.outvars[i] for i in numbers))
+        self.in_use = numbers
         for one in self.passes:
             one.in_use = in_use
         for i, bodies in self.inner.items():

@@ -53,11 +53,14 @@ def plain_bytes(passes: Passes, layout: Layout) -> int:
 def bytes_in_order(body: Body, acting: Acting) -> int:
     """Temporary bytes that the model predicts of a whole step on one CPU, its passes run so, in the order in which XLA runs it.
 
-    What is made early, such as random bits, is alive besides what each stretch of a plan takes by itself.
+    What is made early, such as random bits, is alive besides what each stretch of a plan takes by itself. Results that get no
+    donated memory lend theirs until they are computed.
     """
     program = body.program_with(acting)
     flow = breadth_first(Dataflow(scattered_into_sums(program.eqns)), program.outvars)
-    moment = fullest_moment(flow, [*program.invars, *program.constvars], [], [], program.outvars, "cpu")
+    inputs, outputs = [*program.invars, *program.constvars], program.outvars
+    places = [out for i, out in enumerate(outputs) if i not in body.in_use]
+    moment = fullest_moment(flow, inputs, [], [], outputs, "cpu", places=places)
     return moment.nbytes + hoisted_bytes(program.eqns, "cpu")
 
 
@@ -90,6 +93,8 @@ class Predictions:
         unlike = lambda one: (one.way.body != way.body, abs(one.model - model))
         one = min(seen, key=unlike)
         if one.way.body != way.body:
+            if min(one.model, one.compiled) <= 0:  # it lies in memory of results: that is no factor
+                return model
             return round(model * (1 + _IN_PART * (one.compiled / max(one.model, 1) - 1)))
         return max(model + one.compiled - one.model, 0)
 

@@ -7,7 +7,7 @@ a time, of no more bytes. So what a piece keeps may lie in gradients of the piec
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def lent_to_pieces(
@@ -34,14 +34,3 @@ def lent_to_pieces(
                 if (piece, number) not in taken:
                     insort(free, (size, (piece, number)))
     return found
-
-
-def lent_to(arrays: Iterable[int], places: Iterable[int]) -> int:
-    """Bytes of the arrays that find a place, the largest first, each in the smallest that is large enough."""
-    free, total = sorted(places), 0
-    for size in sorted(arrays, reverse=True):
-        place = bisect_left(free, size)
-        if place < len(free):
-            free.pop(place)
-            total += size
-    return total

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
-from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes
+from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes, lent_to
 from memjax._plan.codes import Codes
-from memjax._plan.memory.lent import lent_to
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
