@@ -1,4 +1,4 @@
-"""Tables of `docs/guides/optimizer.md`: times and bytes of updates, and of whole steps."""
+"""Tables of `docs/guides/optimizer.md`: times and bytes of updates and of whole steps, and losses."""
 
 from benchmarks.tables.markdown import Tables, load, table
 
@@ -28,6 +28,25 @@ def _time() -> str:
     ]
     header = ["10^9 parameters", "ms", "floor, ms", "ratio", "weights and state, bytes a parameter", "temporary ones"]
     return table(header, body, [environment], "update")
+
+
+def _losses() -> str:
+    loaded = [load(f"optimizer_quality_{model}") for model in ("gpt", "vit")]
+    means = [{row["kind"]: row for row in rows if "seeds" in row} for _, rows in loaded]
+    body = []
+    for kind in means[0]:
+        cells = []
+        for of_model in means:
+            row = of_model[kind]
+            cells.append(f"{row['mean_test_loss']:.4f}")
+            change = "test_loss_difference"
+            cells.append(f"{row[change]:+.4f} ± {row[f'{change}_error']:.4f}" if change in row else "")
+        body.append([NAMES[kind], *cells])
+    named = ("GPT", "ViT")
+    header = ["weights and state"]
+    for name, of_model in zip(named, means, strict=True):
+        header += [f"{name}, {of_model['float32']['seeds']} seeds: test loss", "difference"]
+    return table(header, body, [environment for environment, _ in loaded], "losses")
 
 
 def _whole_step() -> str:
@@ -105,4 +124,4 @@ def _sentence() -> str:
 
 
 README: Tables = {"finetune": _sentence}
-GUIDE: Tables = {"update": _time, "whole_step": _whole_step, "eight_billion": _eight_billion}
+GUIDE: Tables = {"update": _time, "losses": _losses, "whole_step": _whole_step, "eight_billion": _eight_billion}
