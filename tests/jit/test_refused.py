@@ -8,7 +8,7 @@ import pytest
 
 import memjax
 from memjax._core.check import readable_bytes
-from memjax._jit.account import bytes_of_results
+from memjax._jit.account import bytes_of_results, donated_results
 from memjax._jit.derivatives.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
 from memjax._jit.together import Line
@@ -131,7 +131,9 @@ def test_what_a_step_takes_as_it_is_written_is_predicted(name):
     traced = jax.jit(step.f, **step.options).trace(*step.args)
     beside = sum(map(local_bytes, closed.in_avals, [None] * len(closed.in_avals))) + bytes_of_results(traced)
     layout = Layout([None] * len(closed.in_avals))
-    fit = Fit(Body(closed), lambda: layout, lambda acting: None, beside, compress=False, offload=False)
+    body = Body(closed)
+    body.put_in_use(set(donated_results(traced)))
+    fit = Fit(body, lambda: layout, lambda acting: None, beside, compress=False, offload=False)
     assert fit.predicted_plain == pytest.approx(held(traced.lower().compile(OPTIONS)), rel=0.05)
 
 
