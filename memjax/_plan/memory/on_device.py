@@ -93,13 +93,16 @@ class _Part:
         return eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **inside, **params})
 
     def _body(self, value: Any) -> Any:
-        if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._body(value.jaxpr), value.consts)
+        if isinstance(value, core.ClosedJaxpr):  # in JAX 0.11 every jaxpr is one
+            return core.ClosedJaxpr(self._jaxpr(value.jaxpr), value.consts)
         if isinstance(value, core.Jaxpr):
-            invars, outvars = self._ends(value)
-            eqns = [self._eqn(eqn) for eqn in value.eqns]
-            return core.Jaxpr(self.atoms(value.constvars), invars, outvars, eqns, value.effects, value.debug_info)
+            return self._jaxpr(value)
         return tuple(map(self._body, value)) if isinstance(value, tuple) else value
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        invars, outvars = self._ends(jaxpr)
+        eqns = [self._eqn(eqn) for eqn in jaxpr.eqns]
+        return core.Jaxpr(self.atoms(jaxpr.constvars), invars, outvars, eqns, jaxpr.effects, jaxpr.debug_info)
 
     def pair(self, pair: LoopPair) -> LoopPair:
         program, pull = self.program(pair.program, {}), self.program(pair.pull, {})
