@@ -175,7 +175,7 @@ def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
         memjax.jit(other.f, plan=again)(*other.args)
     nothing_again = json.loads(text)
     nothing_again["passes"][0]["stretches"] = []
-    unplanned = memjax.jit(step.f, plan=memjax.StepPlan.from_json(json.dumps(nothing_again)))
+    unplanned = memjax.jit(step.f, plan=memjax.StepPlan.from_json(json.dumps(nothing_again)), **step.options)
     close(unplanned(*copied(step.args)), jax.jit(step.f)(*step.args))
     assert '"tiled": []' in text
     for damaged in (
