@@ -12,7 +12,7 @@ from jax import lax
 from memjax._core.arrays import as_array
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.dataflow import renamed, variables
+from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evaluate_in, read, trace
 from memjax._plan.early.turns import Early, early
 
@@ -84,20 +84,17 @@ def in_place(
     types = [var.aval for var in reads]
     run = lambda *values: f(dict(zip(reads, values, strict=True)))
     inside = calls_in_place(trace(run, types, dict(axes)), differentiable=False)
-    if len(set(variables(inside.outvars)) - set(inside.invars)) < len(
-        inside.outvars
-    ):  # something is no equation's result
+    if len(set(variables(inside.outvars)) - set(inside.invars)) < len(inside.outvars):
+        # Something is no equation's result.
         copies = lambda *values: list(map(jnp.copy, run(*values)))
         inside = calls_in_place(trace(copies, types, dict(axes)), differentiable=False)
-    names = dict(zip(inside.invars, reads, strict=True))
     made = [*outs, *inside.outvars[len(outs) :]]
-    names |= zip(inside.outvars, made, strict=True)
-    eqns = [one.replace(invars=renamed(one.invars, names), outvars=renamed(one.outvars, names)) for one in inside.eqns]
+    inside = inside.between(reads, made)
     at = next(i for i, one in enumerate(program.eqns) if one is eqn)
     found = dataclasses.replace(
         program,
         constvars=[*program.constvars, *inside.constvars],
         consts=[*program.consts, *inside.consts],
-        eqns=[*program.eqns[:at], *eqns, *program.eqns[at + 1 :]],
+        eqns=[*program.eqns[:at], *inside.eqns, *program.eqns[at + 1 :]],
     )
     return found, made
