@@ -279,7 +279,7 @@ def _pair(forward: Any, backward: Any, only: set[Any], flow: Dataflow) -> LoopPa
 def _early(
     forward: Any, backward: Any, program: Program, pull: Program, residuals: int
 ) -> tuple[Early, Program, Program] | None:
-    """Of two loops that end early: how, and what turns of both do before that; of other loops None.
+    """How two loops end early, and what their turns do before that. None if they do not.
 
     Args:
       forward, backward: the loops.

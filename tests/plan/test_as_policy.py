@@ -80,7 +80,7 @@ def test_names_are_asked_for_where_a_plan_keeps_arrays_without_one():
 
 
 def test_a_name_of_what_is_kept_and_of_what_is_not_is_refused():
-    """Of six layers two are one stretch: what is between them is not kept."""
+    """Two of the six layers are in one stretch. The plan does not keep what is between these two."""
     with pytest.raises(ValueError, match="some arrays of the name 'stream' and not others"):
         memjax.plan(unrolled, WEIGHTS, X, budget="min").as_policy()
 

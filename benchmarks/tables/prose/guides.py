@@ -115,7 +115,7 @@ def ring_of_two() -> str:
 
 
 def workspace() -> str:
-    """Of cuDNN's attention in Llama-3-8B's shape: 32 heads of 128."""
+    """The workspace of cuDNN's attention. Llama-3-8B has 32 heads of 128 features."""
     rows = load("jit_ahead_scan", failed=True)[1]
     (size,) = {round(row["workspace"] / (row["batch"][0] * row["batch"][1] * 32 * 128)) for row in rows}
     return f"about {size} bytes for each token, head and feature of a head"

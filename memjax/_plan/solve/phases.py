@@ -79,7 +79,7 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
         is_least = all(alive[gap] <= other for other in around)
         if is_least or len(live[k] - through) == 1:
             # Of places with as few bytes one where less than half is new since the last cut, if there is one: what crosses that
-            # is kept already. So the parts of a growing concatenation cross, and not what is made of all of them.
+            # is kept already. The parts of a growing concatenation cross there; an array made of all of them does not.
             made_since = made_by(eqns[chosen[-1] if chosen else 0 : gap])
             new = lambda p, vars=made_since: sum(array_bytes(v) for v in vars if made.get(v, p) < p <= last.get(v, -1))
             older = min((p for p in range(gap, heavy[k], -1) if alive[p] == alive[gap]), key=new)
