@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import queue
 import statistics
@@ -129,7 +130,7 @@ def _sizes(config: Config) -> BlocksConfig:
 
 def _stack(batches: Any) -> Any:
     # By NumPy: XLA takes minutes to compile a stack of a thousand arrays for a GPU.
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *batches)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
 class _Programs:
@@ -141,7 +142,7 @@ class _Programs:
         structure = nnx.graphdef(nnx.eval_shape(lambda: case.make(0)))
         loss = lambda weights, batch: case.loss(nnx.merge(structure, weights), batch)
         shape = functools.partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype))
-        tests, batch = _stack(case.tests), next(case.train(0))
+        tests, batch = jax.tree.map(jnp.asarray, _stack(case.tests)), next(case.train(0))
         batches = jax.tree.map(lambda a: jax.ShapeDtypeStruct((case.steps, *a.shape), a.dtype), batch)
         weights = shape(nnx.state(nnx.eval_shape(lambda: case.make(0)), nnx.Param))
         lowered: dict[Any, Any] = {}
@@ -156,10 +157,10 @@ class _Programs:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
         self._case, self._kinds, self._compiled = case, kinds, dict(zip(lowered, compiled, strict=True))
 
-    def rows(self, seed: int) -> list[dict]:
-        """A row for each kind of training from this seed."""
+    def rows(self, seed: int, batches: Any) -> list[dict]:
+        """A row for each kind of training from this seed, on its batches."""
         first = nnx.state(self._case.make(seed), nnx.Param)
-        batches = _stack(itertools.islice(self._case.train(seed), self._case.steps))
+        batches = jax.tree.map(jnp.asarray, batches)
         rows = []
         for kind in self._kinds:
             started = time.monotonic()
@@ -193,9 +194,33 @@ def _training(tx: Any, kind: str, loss: Callable[..., Any]) -> tuple[Any, Any]:
     return start, jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches), donate_argnums=0)
 
 
+def _case(config: Config) -> Case:
+    return {"gpt": _gpt, "vit": _vit}[config.model](config)
+
+
+def _batches(config: Config, seed: int) -> Any:
+    """All batches of a seed, stacked: cut record by record, which takes longer than to train on them."""
+    case = _case(config)
+    return _stack(itertools.islice(case.train(seed), case.steps))
+
+
+def _on_cpus() -> None:
+    jax.config.update("jax_platforms", "cpu")  # a process that loads data is to leave the GPUs alone
+
+
 def main(config: Config) -> None:
+    with concurrent.futures.ProcessPoolExecutor(
+        min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn"), _on_cpus
+    ) as pool:
+        try:
+            _main(config, [pool.submit(_batches, config, seed) for seed in range(config.seeds)])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # of seeds that did not begin
+
+
+def _main(config: Config, batches: list[concurrent.futures.Future]) -> None:
     began = time.monotonic()
-    case = {"gpt": _gpt, "vit": _vit}[config.model](config)
+    case = _case(config)
     weights = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: case.make(0)), nnx.Param))
     about = {
         "model": config.model,
@@ -219,7 +244,7 @@ def main(config: Config) -> None:
                 except queue.Empty:
                     return
                 started = time.monotonic()
-                found = programs.rows(seed)
+                found = programs.rows(seed, batches[seed].result())
                 longest = max(longest, time.monotonic() - started)
                 with lock:
                     rows.extend(found)
