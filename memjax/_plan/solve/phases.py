@@ -17,7 +17,7 @@ from memjax._core.program.dataflow import made_by, read_by, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
-_MOST_PIECES = 160
+_MOST_PIECES = 640
 _GATHERS = frozenset(("reshard", "sharding_constraint"))
 _MOVES = VIEWS | _GATHERS
 
@@ -86,7 +86,10 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
             chosen.append(older if 2 * new(older) < new(gap) else gap)
             inside |= set() if is_least else {chosen[-1]}
     while len(chosen) > _MOST_PIECES:
-        chosen.remove(max(chosen, key=lambda p: (p in inside, alive[p])))
+        # Of places with as many bytes the one that leaves the shortest piece, so that those that stay are spread out.
+        around = zip(chosen, [0, *chosen], [*chosen[1:], len(eqns)], strict=False)
+        length = {p: after - before for p, before, after in around}
+        chosen.remove(max(chosen, key=lambda p: (p in inside, alive[p], -length[p])))
     forced = {i + step for i, eqn in enumerate(eqns) for step in (0, 1) if any(eqn is other for other in alone)}
     inner = (set(chosen) | forced) - {0, len(eqns)}
     return [0, *sorted(inner), len(eqns)]
