@@ -53,6 +53,20 @@ def test_of_kernels_for_several_platforms_the_one_that_runs_counts():
     assert elsewhere > on_gpu + 2 * logits / H200.nbytes
 
 
+def test_what_only_a_barrier_reads_is_written_on_a_cpu():
+    """Beside an operand that a reduction along rows computes on the way."""
+
+    def rows(x):
+        total, doubled = jax.lax.optimization_barrier((jnp.sum(x), x * 2))
+        return jnp.sum(jnp.exp(doubled - 1), -1)
+
+    jaxpr = jax.make_jaxpr(rows)(jnp.zeros((4, 8))).jaxpr
+    by_name = {eqn.primitive.name: eqn for eqn in jaxpr.eqns}
+    written = costs.stored(jaxpr.eqns, jaxpr.outvars, "cpu")
+    assert {*by_name["optimization_barrier"].invars, *by_name["optimization_barrier"].outvars} <= written
+    assert written.isdisjoint(by_name["exp"].outvars)
+
+
 def test_an_elementwise_chain_is_one_pass_over_memory():
     def chain(x):
         y = x * 2

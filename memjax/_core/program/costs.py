@@ -270,6 +270,8 @@ def stored(
                 whole |= read
     if platform == "cpu":
         for eqn, kind, read in zip(reversed(flow.eqns), reversed(kinds), reversed(roots), strict=True):
+            if kind.is_alias:  # its results are its operands, and of a barrier some may be in a kernel, others not
+                continue
             outs = [names.get(out, out) for out in eqn.outvars]
             if kind.is_fusible and not inside.isdisjoint(outs) and eqn.primitive.name in BESIDE_REDUCTIONS:
                 whole.update(outs)
