@@ -57,6 +57,23 @@ def test_other_byte_counts_are_refused(given):
         check.byte_count("budget", given)
 
 
+@pytest.mark.parametrize(
+    ("given", "share"), [("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("50", None), (50, None)]
+)
+def test_shares_are_read(given, share):
+    assert check.share_of(given) == share
+    if share is not None:
+        assert check.byte_count("budget", given, shares=True) == given
+        with pytest.raises(ValueError, match="budget must be a number of bytes"):
+            check.byte_count("budget", given)
+
+
+@pytest.mark.parametrize("given", ["0%", "101%", "%", "-5%", "half"])
+def test_other_shares_are_refused(given):
+    with pytest.raises(ValueError, match=r"budget must be .*or '50%'.*got"):
+        check.byte_count("budget", given, shares=True)
+
+
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**40, "5.00 TiB")])
 def test_bytes_are_readable(count, text):
     assert check.readable_bytes(count) == text

@@ -57,7 +57,7 @@ def test_what_only_a_barrier_reads_is_written_on_a_cpu():
     """Beside an operand that a reduction along rows computes on the way."""
 
     def rows(x):
-        total, doubled = jax.lax.optimization_barrier((jnp.sum(x), x * 2))
+        _total, doubled = jax.lax.optimization_barrier((jnp.sum(x), x * 2))
         return jnp.sum(jnp.exp(doubled - 1), -1)
 
     jaxpr = jax.make_jaxpr(rows)(jnp.zeros((4, 8))).jaxpr

@@ -23,6 +23,7 @@ from memjax._core.compat import is_tracer, varying
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts and dates
+_SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 _BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -337,12 +338,19 @@ def known_sizes(name: str, tree: Any) -> None:
             )
 
 
-def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:
-    """Bytes from a number or a text like "64MiB", "1.5 GB" or "12G" (2^30 bytes), or one of `words` as it is."""
-    also = "".join(f", or {word!r}" for word in words)
+def byte_count(name: str, value: Any, *, words: Sequence[str] = (), shares: bool = False) -> Any:
+    """Bytes from a number or a text like "64MiB", "1.5 GB" or "12G" (2^30 bytes), or one of `words` as it is.
+
+    With `shares` also a text like "50%", as it is: `share_of` reads it.
+    """
+    also = "".join(f", or {word!r}" for word in [*words, *["50%"] * shares])
     wanted = f'a number of bytes or a text like "64MiB", "1.5GB" or "12G"{also}'
     if isinstance(value, str):
         if value in words:
+            return value
+        if shares and (share := share_of(value)) is not None:
+            if not 0 < share <= 1:
+                raise fail(ValueError, name, f"{wanted}; of a share more than 0% and at most 100%", value)
             return value
         match = _BYTES.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
@@ -357,6 +365,12 @@ def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:
     if not math.isfinite(count) or count < 0 or count >= 2**63 or count != int(count):
         raise fail(ValueError, name, f"{wanted}; whole, finite and not negative", value)
     return int(count)
+
+
+def share_of(text: Any) -> float | None:
+    """0.5 for "50%"; None for what is no such text."""
+    match = _SHARE.fullmatch(text) if isinstance(text, str) else None
+    return None if match is None else float(match[1]) / 100
 
 
 def readable_bytes(count: float, *, up: bool = False) -> str:

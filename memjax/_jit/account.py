@@ -9,9 +9,11 @@ import jax
 
 from memjax._core.check import readable_bytes
 from memjax._core.program.jaxpr import nbytes
+from memjax._core.program.scopes import Paths
+from memjax._explain.peak import alive_at_peak
 from memjax._jit.step_plan import StepPlan
 
-_ROWS = 6
+_ROWS, _ROWS_AT_PEAK = 6, 4
 
 
 class BudgetError(ValueError):
@@ -22,14 +24,17 @@ class BudgetError(ValueError):
         self.least = least
 
 
-def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, nothing_to_plan: bool = False) -> str:
+def account(
+    least: StepPlan, program: Any, traced: Any, f: Any, *, predicted: bool = False, nothing_to_plan: bool = False
+) -> str:
     """The message for a budget that is less than the least possible.
 
     Args:
       least: the plan that takes the least.
       program: the step, compiled with it.
       traced: the step as it is written.
-      about: what the step takes as it is written is predicted.
+      f: its function.
+      predicted: what the step takes as it is written is predicted.
       nothing_to_plan: there is no derivative in it.
     """
     found = program.memory_analysis()
@@ -43,17 +48,35 @@ def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, 
         )
     else:
         time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
-        plain = "about " * about + readable_bytes(least.plain_nbytes)
+        plain = readable_bytes(least.plain_nbytes) + " (predicted)" * predicted
         head = f"budget is {given}, but the least possible is {possible} of a device{time}; as it is written it takes {plain}"
     rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} (whole arrays: {_by_path(traced)})"]
     rows.append(f"results that are no donated arguments: {readable_bytes(results)}{_donation(traced)}")
-    rows.append(f"temporaries: {readable_bytes(found.temp_size_in_bytes)}")
+    rows.append(f"temporaries: {readable_bytes(found.temp_size_in_bytes)}{_at_peak(program, f)}")
     if found.generated_code_size_in_bytes:
         rows.append(f"code: {readable_bytes(found.generated_code_size_in_bytes)}")
-    hint = "Give a larger budget, a smaller batch, a narrower optimizer state, or shard the arguments over more devices"
+    smaller = "" if found.argument_size_in_bytes + results > least.budget else " a smaller batch,"
+    hint = f"Give a larger budget,{smaller} a narrower optimizer state, or shard the arguments over more devices"
     longer = "" if nothing_to_plan else '; budget="min" looks longer for the least'
     notes = "".join(f"\nnote: {note}" for note in least.notes)
     return "\n  ".join([head + ":", *rows]) + f"\n{hint}{longer}.{notes}"
+
+
+def _at_peak(program: Any, f: Any) -> str:
+    """The largest temporaries that are alive at one time, by where they are made, as far as the compiler tells."""
+    sizes: dict[str, int] = {}
+    try:
+        alive = alive_at_peak(program, Paths(f))
+    except ValueError:
+        return ""
+    for one in alive:
+        sizes[one.name] = sizes.get(one.name, 0) + max(one.bytes, 0)
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:_ROWS_AT_PEAK]
+    return (
+        f" (most at the peak: {', '.join(f'{name} {readable_bytes(size)}' for name, size in largest)})"
+        if largest
+        else ""
+    )
 
 
 def _by_path(traced: Any) -> str:

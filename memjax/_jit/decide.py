@@ -80,19 +80,19 @@ class Step:
 
     Attributes:
       graph: that structure.
-      name, options: of the function, and of `jax.jit`.
+      f, name, options: the function, its name, and what `jax.jit` is given.
       plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
     """
 
     def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
-        self.graph, self._f, self.options = graph, f, options
+        self.graph, self.f, self.options = graph, f, options
         self.name = getattr(f, "__name__", type(f).__name__)
         self._pure = Pure(f, graph)
         self.plain = self._jitted()
 
     def _jitted(self) -> Any:
         if self.graph is None:
-            return jax.jit(self._f, **self.options)
+            return jax.jit(self.f, **self.options)
         return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
 
     def with_options(self, run: Callable[..., Any], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -100,12 +100,12 @@ class Step:
         options = self.options
         if more:
             options = options | {"compiler_options": {**(options.get("compiler_options") or {}), **more}}
-        return jax.jit(functools.wraps(self._f)(run), **options)
+        return jax.jit(functools.wraps(self.f)(run), **options)
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""
         if self.graph is not None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
-            donated = donated_values(self._f, self.options, args, kwargs)
+            donated = donated_values(self.f, self.options, args, kwargs)
             if not donated <= self._pure.returned:
                 self._pure.returned |= donated
                 self.plain = self._jitted()
@@ -150,27 +150,30 @@ def _decided_here(
 
     ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with, planned.lowered)
     body, fit = ways.body, ways.as_written
+    if (share := check.share_of(room)) is not None:
+        room = int(share * fit.plain.nbytes)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
         program, nbytes, predicted, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes, predicted_nbytes=predicted)
         if not body.has_passes and nbytes > as_written.budget:
-            raise BudgetError(account(as_written, program, traced, nothing_to_plan=True), as_written)
+            raise BudgetError(account(as_written, program, traced, step.f, nothing_to_plan=True), as_written)
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return Entry(as_written, program, lambda: step.plain)
     try:
         chosen, best = ways.fastest(room)
         predicted = not fit.is_plain_compiled
-        chosen = dataclasses.replace(
-            chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted, notes=ways.notes
-        )
+        of_plain: dict[str, Any] = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
+        chosen = dataclasses.replace(chosen, **of_plain, plain_is_predicted=predicted, notes=ways.notes)
     except DoesNotFitError as error:
-        least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes, notes=ways.notes)
+        of_plain = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
+        least = dataclasses.replace(error.plan, **of_plain, notes=ways.notes)
         if (found := planned.ordered_for_memory(least, layout)) is None:
-            message = account(least, error.program, traced, about=not fit.is_plain_compiled)
+            message = account(least, error.program, traced, step.f, predicted=not fit.is_plain_compiled)
             raise BudgetError(message, least) from None
         chosen, best = found.plan, found.program
     kept.put(planned, chosen, best)
+    progress.done(chosen)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 
 

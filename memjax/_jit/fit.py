@@ -156,13 +156,18 @@ class Fit:
         """What ways to run a step are compared by: predictions, each derivative having the whole budget; for "min" bytes."""
         if isinstance(budget, str):
             return Rank(self._beside + min(self._known(one).frontier[0][0] for one in self._passes), 0.0)
-        base = again = 0.0
+        again = 0.0
         for one in map(self._known, self._passes):
             fitting = [more for nbytes, more in one.frontier if self._beside + nbytes <= budget]
-            base += one.base_seconds
             again += min(fitting, default=math.inf)
         again *= self._body.microbatches
-        return Rank(self._body.microbatches * base + again + self._sums.seconds, again)
+        return Rank(self.base_seconds + again, again)
+
+    @functools.cached_property
+    def base_seconds(self) -> float:
+        """Predicted seconds of the derivatives with nothing computed again, sums over microbatches included."""
+        of_parts = sum(self._known(one).base_seconds for one in self._passes)
+        return self._body.microbatches * of_parts + self._sums.seconds
 
     def frontier(self) -> list[StepPoint]:
         """The bytes that plans are predicted to hold, and their seconds."""
@@ -216,7 +221,7 @@ class Fit:
             most = budget if isinstance(budget, int) else min(plan.nbytes for plan, _ in found) - 1
             found += self._met_on_the_way(most, budget)
         if fitting := [*filter(fits, found)]:
-            return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
+            return min(fitting, key=lambda one: one[0].seconds)
         # Of equals the one that was decided on last.
         best = min(reversed(found), key=lambda one: one[0].nbytes)
         if not thoroughly and isinstance(budget, int):
@@ -392,7 +397,9 @@ class Fit:
         body = self._body
         how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops, body.two_passes
         predicted = self._compiled_with(self._acting).predicted
-        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
+        again = body.microbatches * sum(plan.seconds - plan.plain_seconds for plan in plans if plan is not None)
+        found = StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
+        return dataclasses.replace(found, seconds=self.base_seconds + again, plain_seconds=self.base_seconds)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:

@@ -53,7 +53,8 @@ def jit(
       budget: bytes of a device for all that the compiled step holds: arguments, results that do not reuse a donated
         argument's memory, temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what
         other arrays take; if the device reports no limit, as CPUs do, every step fits; refused for devices of a
-        topology, which are not there. "min": the least memory.
+        topology, which are not there. "min": the least memory. "50%": half of what the step holds as it is written; it is
+        compiled so first.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
         tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. Messages
         between the nodes of a graph go some edges at a time, in both passes; on one device.
@@ -82,7 +83,7 @@ def jit(
     if f is None:
         return functools.partial(jit, budget=budget, allow=allow, plan=plan, cache_dir=cache_dir, **options)
     check.function("f", f)
-    room = check.byte_count("budget", budget, words=("min", "device"))
+    room = check.byte_count("budget", budget, words=("min", "device"), shares=True)
     check.names("allow", allow, _ALLOWED)
     if plan is not None and not isinstance(plan, StepPlan):
         raise check.fail(TypeError, "plan", "a StepPlan", plan, "step.plan(*args) makes one")

@@ -53,6 +53,8 @@ class StepPlan:
       notes: what was allowed and cannot be done, why, and what to change.
       predicted_nbytes: what it holds as that was predicted before it was compiled, by the model and by what had been compiled of
         the step until then.
+      seconds: predicted seconds of all derivatives by this plan, sums over microbatches included; 0: the step was not planned.
+      plain_seconds: the same as the step is written.
     """
 
     budget: int
@@ -70,22 +72,14 @@ class StepPlan:
     ordered_for_memory: bool = False
     notes: tuple[str, ...] = ()
     predicted_nbytes: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     @property
     def as_written(self) -> bool:
         """Whether the step runs as it is written."""
         changed = any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops
         return not (changed or self.ordered_for_memory)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of the derivatives that are planned."""
-        return self.microbatches * sum(plan.seconds for plan in self.passes if plan is not None)
-
-    @property
-    def plain_seconds(self) -> float:
-        """The same with nothing computed again."""
-        return self.microbatches * sum(plan.plain_seconds for plan in self.passes if plan is not None)
 
     def __str__(self) -> str:
         """A summary of at most 15 lines."""
@@ -107,6 +101,7 @@ class StepPlan:
                 name: check.integer(name, fields[name], least=0)
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks", "predicted_nbytes")
             }
+            numbers |= {name: check.number(name, fields[name], least=0) for name in ("seconds", "plain_seconds")}
             flags = {name: check.flag(name, fields[name]) for name in _FLAGS}
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
             if not all(isinstance(note, str) for note in fields["notes"]):

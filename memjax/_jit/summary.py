@@ -15,7 +15,7 @@ _MOST = 3  # tiles, derivatives and notes that have a line each
 
 def summary(plan: Any) -> str:
     """A `StepPlan` in at most 15 lines: its bytes, its notes, the largest arrays that it keeps, and where to find the others."""
-    lines = [_head(plan), *(f"note: {note}" for note in _first(plan.notes))]
+    lines = [f"StepPlan: {head(plan)}", *(f"note: {note}" for note in _first(plan.notes))]
     if plan.as_written:
         return "\n".join(lines)
     lines += _first([str(one) for one in plan.tiled])
@@ -31,13 +31,14 @@ def summary(plan: Any) -> str:
     return "\n".join([*lines, f"{left}all of it: plan.passes, plan.to_json()"])
 
 
-def _head(plan: Any) -> str:
-    of = f"StepPlan: {readable_bytes(plan.nbytes)} of {readable_bytes(plan.budget)}, "
+def head(plan: Any) -> str:
+    """A `StepPlan` in one line."""
+    of = f"{readable_bytes(plan.nbytes)} of {readable_bytes(plan.budget)}, "
     if plan.as_written:
         return f"{of}as it is written"
     more = plan.seconds / plan.plain_seconds - 1 if plan.plain_seconds else 0.0
-    about = "about " * plan.plain_is_predicted
-    text = f"{of}{about}{readable_bytes(plan.plain_nbytes)} as it is written; predicted time {more:+.1%}"
+    predicted = " (predicted)" * plan.plain_is_predicted
+    text = f"{of}{readable_bytes(plan.plain_nbytes)} as it is written{predicted}; predicted time {more:+.1%}"
     text += f"; in {plan.microbatches} microbatches" * (plan.microbatches > 1)
     text += "; updates in the loops of backward passes" * plan.updates_in_loops
     text += "; the derivative is taken twice, first for what updates need of all gradients" * plan.two_passes

@@ -39,13 +39,13 @@ def normed(x):
     [
         (
             lambda x: jnp.sort(x, 0),
-            ["microbatches: the batch is mixed by `sort` at test_notes.py:", "each example alone"],
+            ["microbatches: none, for `sort` at test_notes.py:", "each example alone"],
         ),
-        (lambda x: jnp.cumsum(x, 0), ["microbatches: the batch is mixed by `cumsum` at test_notes.py:"]),
+        (lambda x: jnp.cumsum(x, 0), ["microbatches: none, for `cumsum` at test_notes.py:"]),
         (
             normed,
             [
-                "microbatches: the batch is mixed by ",
+                "microbatches: none, for ",
                 " at BatchNorm_0, test_notes.py:",
                 "a norm over groups or features",
             ],

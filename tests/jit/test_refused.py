@@ -24,12 +24,27 @@ def test_what_does_not_fit_gets_an_account_and_the_least_runs():
         memjax.jit(step, budget="1KiB")(*args)
     message = str(error.value)
     assert "args[0] 24.00 KiB" in message
+    assert "temporaries: " in message
+    assert "(most at the peak: " in message
+    assert "a smaller batch" not in message  # parameters and state alone are more
     assert "donate_argnums would give up to 72.00 KiB back" in message
-    assert f"as it is written it takes about {readable_bytes(memjax.jit(step).plan(*args).nbytes)[:3]}" in message
+    assert f"as it is written it takes {readable_bytes(memjax.jit(step).plan(*args).nbytes)[:3]}" in message
     least = memjax.jit(step, budget="min").plan(*args)
     assert memjax.jit(step, budget=least.nbytes).plan(*args).nbytes == least.nbytes
     with pytest.raises(ValueError, match="no derivative in it"):
         memjax.jit(lambda x: x @ x.T, budget=1)(batch())
+
+
+def test_a_budget_can_be_a_share_of_what_the_step_takes():
+    params = parameters(6)
+    args = params, OPTIMIZER.init(params), batch()
+    step = updating(loss)
+    plain = memjax.jit(step, donate_argnums=(0, 1)).plan(*args)
+    half = memjax.jit(step, budget="60%", donate_argnums=(0, 1)).plan(*args)
+    assert half.budget == int(0.6 * plain.nbytes)
+    assert half.nbytes <= half.budget
+    assert half.plain_nbytes == plain.nbytes
+    assert memjax.jit(step, budget="100%", donate_argnums=(0, 1)).plan(*args).as_written
 
 
 def _fit_that_compiles_to(nbytes):

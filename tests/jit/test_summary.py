@@ -18,7 +18,9 @@ def derivative(layers, turns=None, **of_array):
 
 
 def test_arrays_of_layers_are_one_row():
-    plan = StepPlan(2 * KIB * KIB, KIB * KIB, 3 * KIB * KIB, (derivative(12, turns=2, bits=8), None), microbatches=4)
+    passes = derivative(12, turns=2, bits=8), None
+    time = {"microbatches": 4, "seconds": 6.0, "plain_seconds": 4.0}
+    plan = StepPlan(2 * KIB * KIB, KIB * KIB, 3 * KIB * KIB, passes, **time)
     assert str(plan).splitlines() == [
         "StepPlan: 1.00 MiB of 2.00 MiB, 3.00 MiB as it is written; predicted time +50.0%; in 4 microbatches",
         "a derivative of 13 stretches, 12 of them loops: keeps 25 arrays of 1.02 MiB and what a stretch starts from",

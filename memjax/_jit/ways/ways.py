@@ -254,10 +254,10 @@ def no_microbatches(mixed: Mixed) -> str:
     name, where = primitive_name(mixed.eqn), mixed.where or "a place that is not known"
     if "not known" in mixed.what or "is not run" in mixed.what:
         return f"microbatches: `{name}` at {where} is not known to keep examples apart: write it by operations of jax.numpy"
-    fix = "compute it for each example alone"
+    fix = "compute that for each example alone"
     if "batchnorm" in where.lower().replace("_", ""):
-        fix = "a norm over groups or features keeps examples apart"
-    return f"microbatches: the batch is mixed by `{name}` at {where}: {fix}"
+        fix = "take a norm over groups or features"
+    return f"microbatches: none, for `{name}` at {where} mixes the batch. To have them, {fix}"
 
 
 def note_memory(body: Body, traced: Any, device: Any) -> None:

@@ -87,8 +87,8 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
             inside |= set() if is_least else {chosen[-1]}
     while len(chosen) > _MOST_PIECES:
         # Of places with as many bytes the one that leaves the shortest piece, so that those that stay are spread out.
-        around = zip(chosen, [0, *chosen], [*chosen[1:], len(eqns)], strict=False)
-        length = {p: after - before for p, before, after in around}
+        ends = zip(chosen, [0, *chosen], [*chosen[1:], len(eqns)], strict=False)
+        length = {place: after - before for place, before, after in ends}
         chosen.remove(max(chosen, key=lambda p: (p in inside, alive[p], -length[p])))
     forced = {i + step for i, eqn in enumerate(eqns) for step in (0, 1) if any(eqn is other for other in alone)}
     inner = (set(chosen) | forced) - {0, len(eqns)}
