@@ -173,7 +173,7 @@ class Run:
         """
         found: dict[int, Any] = {}
         before = None
-        kept = set(self.kept) - self._fusible
+        kept = set(self.kept)
         for eqn in self._forward:
             if eqn.primitive.name in RANDOM and before is not None:
                 found[id(eqn)] = before
