@@ -31,10 +31,10 @@ from memjax._jit.cache import (
     save_program,
 )
 from memjax._jit.call import Pure, donated_values
+from memjax._jit.compiled import DoesNotFitError, held_bytes
 from memjax._jit.derivatives.acting import MAKE_ONE, acting_by
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
-from memjax._jit.fit import DoesNotFitError, held_bytes
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint

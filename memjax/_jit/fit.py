@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
+from memjax._jit.compiled import Chosen, Compiled, DoesNotFitError, held_bytes, key_of_all
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -31,18 +32,8 @@ Compile = Callable[[Acting], Any]
 _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
 _SURELY_IN_PARTS = 1.05  # the same in microbatches: more of them will fit
+_IN_ORDER = 12  # parts of a line of plans, at the ends of which plans are compared by the model of the whole step
 _CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
-
-Chosen = dict[StepPasses, tuple[Run, Key]]
-"""How passes are run, and what tells that from other ways."""
-
-
-class DoesNotFitError(ValueError):
-    """No plan fits the budget. It has the plan that takes the least, and the program."""
-
-    def __init__(self, plan: StepPlan, program: Any):
-        super().__init__(f"the least possible is {plan.nbytes} bytes")
-        self.plan, self.program = plan, program
 
 
 class Rank(NamedTuple):
@@ -55,29 +46,6 @@ class Rank(NamedTuple):
 
     cost: float
     again: float
-
-
-class Compiled(NamedTuple):
-    """A compiled step.
-
-    Attributes:
-      program: the executable.
-      nbytes: what it holds on a device: see `held_bytes`.
-      predicted: the same, as it was predicted before it was compiled.
-      acting: how its passes are run.
-    """
-
-    program: Any
-    nbytes: int
-    predicted: int
-    acting: Chosen
-
-
-def held_bytes(program: Any) -> int:
-    """Bytes of a device that a compiled program holds: arguments, results that are no donated arguments, temporaries, code."""
-    found = program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
 
 
 class Fit:
@@ -145,7 +113,7 @@ class Fit:
     @property
     def is_plain_compiled(self) -> bool:
         """Whether the step with its passes as they are was compiled."""
-        return _key({}) in self._compiled
+        return key_of_all({}) in self._compiled
 
     @property
     def plain_nbytes(self) -> int:
@@ -208,7 +176,9 @@ class Fit:
             if not thoroughly and isinstance(budget, int) and found[0][0].nbytes > budget:
                 raise DoesNotFitError(*found[0])
             if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
-                return self._if_it_fits(budget, *self.least_of(*found[0]))
+                return self._if_it_fits(
+                    budget, *self.least_of(*self._leanest([found[0], *self._least_in_order(budget)]))
+                )
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
@@ -222,11 +192,33 @@ class Fit:
             found += self._met_on_the_way(most, budget)
         if fitting := [*filter(fits, found)]:
             return min(fitting, key=lambda one: one[0].seconds)
-        # Of equals the one that was decided on last.
-        best = min(reversed(found), key=lambda one: one[0].nbytes)
         if not thoroughly and isinstance(budget, int):
-            raise DoesNotFitError(*best)
-        return self._if_it_fits(budget, *self.least_of(*best))
+            raise DoesNotFitError(*self._leanest(found))
+        return self._if_it_fits(budget, *self.least_of(*self._leanest(found + self._least_in_order(budget))))
+
+    def _leanest(self, found: Sequence[tuple[StepPlan, Any]]) -> tuple[StepPlan, Any]:
+        """What takes the least, of equals the one that was decided on last."""
+        return min(reversed(found), key=lambda one: one[0].nbytes)
+
+    def _least_in_order(self, budget: int | str) -> list[tuple[StepPlan, Any]]:
+        """The plan that takes the least by the model of the whole step in order, if plans are not ranked by that.
+
+        What keeps the least need not take it, as XLA makes some arrays early. No budget decides which plan this is: a search for
+        what is named as the least meets it again.
+        """
+        if not self._is_in_order or any(self._allowed.values()):
+            return []
+        line = Line([self._known(one) for one in self._passes], in_steps=False)
+        last = len(line.predicted) - 1
+        some = {last * i // _IN_ORDER for i in range(_IN_ORDER + 1)}
+        models = {way: self._by_model(self._chosen(line, way)) for way in sorted(some)}
+        way = min(models, key=lambda way: (models[way], way))
+        if models[way] >= min(one.nbytes for one in self._compiled.values()) - self._beside:
+            return []
+        self._acting = self._chosen(line, way)
+        found = Try(way, line.predicted[way], models[way], self._step(self._acting))
+        self._plans = dict(zip(self._passes, line.as_plans([found], found, found.compiled), strict=True))
+        return [self._planned(budget)]
 
     def _if_it_fits(self, budget: int | str, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
         if isinstance(budget, int) and plan.nbytes > budget:
@@ -367,7 +359,7 @@ class Fit:
         return self._compiled_with(acting).nbytes - self._beside
 
     def _compiled_with(self, acting: Chosen) -> Compiled:
-        key = _key(acting)
+        key = key_of_all(acting)
         if key not in self._compiled:
             way, model = way_of(self._body, [key for _, key in acting.values()]), self._by_model(acting)
             predicted = self._beside + self._predictions.corrected(way, model)
@@ -377,9 +369,14 @@ class Fit:
             self._compiled[key] = Compiled(program, nbytes, predicted, dict(acting))
         return self._compiled[key]
 
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether the order is known that XLA runs the whole step in."""
+        return (self._layout.devices, device_of(self._layout.shardings).platform) == (1, "cpu")
+
     def _by_model(self, acting: Chosen) -> int:
         """Temporary bytes that the model predicts of the passes run so."""
-        if (self._layout.devices, device_of(self._layout.shardings).platform) == (1, "cpu"):
+        if self._is_in_order:
             return bytes_in_order(self._body, {one: run for one, (run, _) in acting.items()}) - self._sums.nbytes
         return self._by_passes(acting)
 
@@ -400,7 +397,3 @@ class Fit:
         again = body.microbatches * sum(plan.seconds - plan.plain_seconds for plan in plans if plan is not None)
         found = StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
         return dataclasses.replace(found, seconds=self.base_seconds + again, plain_seconds=self.base_seconds)
-
-
-def _key(acting: Chosen) -> frozenset[Any]:
-    return frozenset((one, key) for one, (_, key) in acting.items())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
+from memjax._jit.compiled import DoesNotFitError
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
-from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._jit.fit import Fit
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._jit.ways.numbers import Numbers
@@ -93,15 +94,15 @@ class Ways:
         """
         ways = [self.as_written, *self._changed(room)]
         if isinstance(room, str):
-            return self._leanest(ways, room, [])
-        refused: list[DoesNotFitError] = []
+            return self._leanest(ways, room, {})
+        refused: dict[Fit, DoesNotFitError] = {}
         numbers = self._numbers
         for some in (ways + (numbers.worth_a_try(room) if numbers else []), self._in_more_parts(room)):
             for fit in self._by_time(some, room):
                 try:
                     return fit.within(room, thoroughly=False)
                 except DoesNotFitError as error:
-                    refused.append(error)
+                    refused[fit] = error
         return self._leanest(ways, room, refused)
 
     def _in_more_parts(self, room: int) -> Iterator[Fit]:
@@ -121,19 +122,24 @@ class Ways:
         may_fit = lambda fit: ranks[fit].cost < math.inf or (fit.is_plain_compiled and fit.plain.nbytes <= room)
         return sorted(filter(may_fit, ranks), key=order)
 
-    def _leanest(self, ways: Sequence[Fit], room: int | str, refused: list[DoesNotFitError]) -> tuple[StepPlan, Any]:
+    def _leanest(
+        self, ways: Sequence[Fit], room: int | str, refused: Mapping[Fit, DoesNotFitError]
+    ) -> tuple[StepPlan, Any]:
         """The plan that takes the least, or one that fits, and the step compiled with it.
 
-        What is predicted to take more than the least that was compiled is not compiled.
+        What is predicted to take more than the least that was compiled is not compiled. Of a way that was looked at thoroughly,
+        what the search before that met by chance does not count: a search for so many bytes would not meet it.
         """
         parts = self._numbers.leanest() if self._numbers else None
         nbytes_of = {fit: fit.rank("min").cost for fit in ways}
         if parts is not None:
             nbytes_of[parts] = min(parts.plain.nbytes, parts.rank("min").cost)
         found: list[tuple[StepPlan, Any]] = []
+        thorough = set[Fit]()
         for fit in sorted(nbytes_of, key=lambda fit: nbytes_of[fit]):
             if found and nbytes_of[fit] > min(plan.nbytes for plan, _ in found):
                 break
+            thorough.add(fit)
             try:
                 found.append(fit.within(room))
                 if isinstance(room, int):
@@ -143,7 +149,7 @@ class Ways:
                 assert isinstance(room, int)
                 if error.plan.nbytes - self.beside > OF_ONE * (room - self.beside):
                     break
-        found += [(error.plan, error.program) for error in refused]
+        found += [(error.plan, error.program) for fit, error in refused.items() if fit not in thorough]
         plan, program = self.as_written.least_of(*min(found, key=lambda one: one[0].nbytes))
         if isinstance(room, int) and plan.nbytes > room:
             raise DoesNotFitError(plan, program)

@@ -1,0 +1,49 @@
+"""A compiled step: what it holds, and how its passes are run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from memjax._jit.derivatives.passes import StepPasses
+from memjax._jit.step_plan import StepPlan
+from memjax._plan.budget.known import Key
+from memjax._plan.run import Run
+
+Chosen = dict[StepPasses, tuple[Run, Key]]
+"""How passes are run, and what tells that from other ways."""
+
+
+class DoesNotFitError(ValueError):
+    """No plan fits the budget. It has the plan that takes the least, and the program."""
+
+    def __init__(self, plan: StepPlan, program: Any):
+        super().__init__(f"the least possible is {plan.nbytes} bytes")
+        self.plan, self.program = plan, program
+
+
+class Compiled(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+      program: the executable.
+      nbytes: what it holds on a device: see `held_bytes`.
+      predicted: the same, as it was predicted before it was compiled.
+      acting: how its passes are run.
+    """
+
+    program: Any
+    nbytes: int
+    predicted: int
+    acting: Chosen
+
+
+def held_bytes(program: Any) -> int:
+    """Bytes of a device that a compiled program holds: arguments, results that are no donated arguments, temporaries, code."""
+    found = program.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
+def key_of_all(acting: Chosen) -> frozenset[Any]:
+    """What tells a step with its passes run so from others."""
+    return frozenset((one, key) for one, (_, key) in acting.items())
