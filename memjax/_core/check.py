@@ -1,5 +1,6 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import functools
 import inspect
 import json
 import math
@@ -33,6 +34,8 @@ def shown(value: Any) -> str:
         return f"an array of {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"the type {value.dtype}{list(value.shape)} of an array"
+    if isinstance(value, functools.partial):
+        return f"a functools.partial of {shown(value.func)}"
     text = repr(value) if isinstance(value, str) else " ".join(repr(value).split())
     if len(text) > 100:
         text = f"{text[:97]}..."

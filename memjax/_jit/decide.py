@@ -19,6 +19,7 @@ from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
+from memjax._core.program.scopes import function_name
 from memjax._jit.account import BudgetError, account, bytes_of_results, donated_results
 from memjax._jit.cache import (
     directory,
@@ -86,7 +87,7 @@ class Step:
 
     def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
         self.graph, self.f, self.options = graph, f, options
-        self.name = getattr(f, "__name__", type(f).__name__)
+        self.name = function_name(f)
         self._pure = Pure(f, graph)
         self.plain = self._jitted()
 
@@ -100,7 +101,9 @@ class Step:
         options = self.options
         if more:
             options = options | {"compiler_options": {**(options.get("compiler_options") or {}), **more}}
-        return jax.jit(functools.wraps(self.f)(run), **options)
+        run = functools.wraps(self.f)(run)
+        run.__name__ = self.name  # which a functools.partial has none of
+        return jax.jit(run, **options)
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""

@@ -15,7 +15,7 @@ from memjax._core import check
 from memjax._core.arguments import objects_in, put_changes
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.compat import is_tracer
-from memjax._core.program.scopes import Paths
+from memjax._core.program.scopes import Paths, function_name
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._explain.line import line
@@ -101,6 +101,7 @@ class Jitted:
         self._f, self._asked, self._options = f, asked, options
         _check_options(f, options)
         functools.update_wrapper(self, f)
+        self.__name__ = function_name(f)
         self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
         self._steps: dict[Any, Step] = {}
         self._entries: dict[Any, Entry] = {}

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from memjax._core.arrays import is_float
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import bodies, eval_jaxpr
 from memjax._core.lists import Arrays
+from memjax._core.program.scopes import function_in, function_name
 from memjax.remat._modules import wrapped
 from memjax.remat.policies import NamePolicy
 
@@ -119,14 +119,13 @@ def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:
         present |= _names_when_differentiated(closed_jaxpr)
     occur = f"the names in it are {sorted(present)}" if present else "no value in it has a name"
     # The call stack is JAX's here, so the warning points to where `f` is defined.
-    code = getattr(inspect.unwrap(f), "__code__", None)
+    code = getattr(function_in(f), "__code__", None)
     where = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 1)
-    function = getattr(f, "__name__", repr(f))
     for name in sorted(policy.names - present):
         near = difflib.get_close_matches(name, present, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         warnings.warn_explicit(
-            f"policy keeps {name!r}, but nothing in {function} is called so{hint}: {occur}. "
+            f"policy keeps {name!r}, but nothing in {function_name(f)} is called so{hint}: {occur}. "
             "Name the value with jax.ad_checkpoint.checkpoint_name, or leave the name out of the policy.",
             UnmatchedNameWarning,
             filename=where[0],

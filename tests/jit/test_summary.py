@@ -1,9 +1,15 @@
-"""What `print` shows of the plan of a step."""
+"""What `print` shows of the plan of a step, and what is said while it is searched for."""
 
+import functools
+
+import jax
 import pytest
 
+import memjax
 from memjax import StepPlan
+from memjax._jit import progress
 from memjax._plan.result import Kept, Plan, Stretch, Tiled
+from tests.jit.steps import batch, loss, parameters
 
 KIB = 1024
 
@@ -45,3 +51,37 @@ def test_however_much_there_is_it_is_fifteen_lines_at_most(count):
     assert ("... and 6 more" in lines) == (count == 9)
     with pytest.raises(ValueError, match="notes"):
         StepPlan.from_json(StepPlan(KIB, KIB, KIB).to_json().replace('"notes": []', '"notes": [1]'))
+
+
+def train_step(rate, params, x):
+    return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(loss)(params, x))
+
+
+class Trainer:
+    def fit(self, params, x):
+        return train_step(0.1, params, x)
+
+    __call__ = fit
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (functools.partial(train_step, 0.1), "train_step"),
+        (functools.partial(jax.tree_util.Partial(train_step), 0.1), "train_step"),
+        (functools.partial(jax.jit(train_step), 0.1), "train_step"),
+        (functools.partial(Trainer().fit), "fit"),
+        (Trainer().fit, "fit"),
+        (functools.partial(Trainer()), "Trainer"),
+        (Trainer(), "Trainer"),
+    ],
+)
+def test_a_step_is_called_by_the_function_in_it(step, name, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "_PATIENCE", -1)
+    args = parameters(), batch()
+    jitted = memjax.jit(step, budget="60%", allow=("recompute",), cache_dir=tmp_path)
+    assert jitted.__name__ == name
+    assert f"jit_{name} " in jitted.lower(*args).as_text()
+    assert f"memjax.jit plans {name}: 1 compiled" in capsys.readouterr().err
+    with pytest.raises(TypeError, match=f"got (a functools.partial of )?<.*{name}"):
+        jitted(*args, 0)

@@ -8,6 +8,7 @@ made the equation, by its traceback: "layer/attention"; a method `__call__` is n
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import os
 import re
@@ -50,6 +51,19 @@ def scopes(stack: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def function_in(f: Any) -> Any:
+    """The function in what wraps it: `functools.partial`, `jax.jit`, decorators. A bound method or an object stays as it is."""
+    while isinstance(f, functools.partial) or hasattr(f, "__wrapped__"):
+        f = f.func if isinstance(f, functools.partial) else f.__wrapped__
+    return f
+
+
+def function_name(f: Any) -> str:
+    """What messages call it: the function in it by its name, an object that is called by its class."""
+    inner = function_in(f)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
 class Paths:
     """Paths in the programs of one function.
 
@@ -58,11 +72,9 @@ class Paths:
     """
 
     def __init__(self, f: Any):
-        while hasattr(f, "__wrapped__"):
-            f = f.__wrapped__
-        code = getattr(f, "__code__", None)
+        code = getattr(function_in(f), "__code__", None)
         self._root = None if code is None else (code.co_filename, code.co_qualname)
-        self.name = getattr(f, "__name__", type(f).__name__)
+        self.name = function_name(f)
         self._callers = _running()
         self._known: dict[tuple, tuple[Sequence[Any], str]] = {}
 
