@@ -16,7 +16,7 @@ from memjax._core import check
         (12, 12),
         (12.0, 12),
         (np.int64(7), 7),
-        ("12", 12),
+        ("12B", 12),
         ("12MiB", 12 * 2**20),
         ("12mib", 12 * 2**20),
         (" 12 MiB ", 12 * 2**20),
@@ -55,6 +55,14 @@ def test_byte_counts_are_read(given, bytes_):
 def test_other_byte_counts_are_refused(given):
     with pytest.raises((TypeError, ValueError), match="budget must be a number of bytes or a text like"):
         check.byte_count("budget", given)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_byte_count_that_is_a_text_has_a_unit(shares):
+    """It may be meant as gigabytes, or as percent."""
+    fix = "give '50GiB', '50%' or, for bytes, '50B'" if shares else "give '50GiB' or, for bytes, '50B'"
+    with pytest.raises(ValueError, match=f"budget must be a number of bytes or .*, got '50': {fix}"):
+        check.byte_count("budget", "50", shares=shares)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 def test_fit_makes_the_plan_of_the_step_with_its_donation(folder):
     step = STEPS["layers"]()
     budget = within(0.6, step)
-    flags = f"fit factories:jitted --budget {budget} --allow recompute --plan plan.json".split()
+    flags = f"fit factories:jitted --budget {budget}B --allow recompute --plan plan.json".split()
     command = [sys.executable, "-m", "memjax", *flags]
     paths = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
@@ -143,6 +143,7 @@ def test_explain_prints_what_the_function_does(folder, capsys):
         ("explain factories:of_one", "FACTORY must be a function of 0 arguments"),
         ("explain factories:alone", "FACTORY must return (step, arguments)"),
         ("fit factories:make --budget 5parsecs", "budget must be a number of bytes or a text like"),
+        ("fit factories:make --budget 50", "got '50': give '50GiB', '50%' or, for bytes, '50B'"),
         ("fit factories:make --allow magic", "allow must be one of 'recompute'"),
         ("fit factories:make --plan no/such/plan.json", "--plan must be in a folder that is there"),
         ("fit factories:make --plan .", "--plan must be a file that can be written, got '.'"),

@@ -85,6 +85,7 @@ def test_a_few_tries_find_the_largest(slope, fixed, bend, start):
             "grows:make --batch-argnums 1",
             "--batch-argnums needs bytes to fill, got --budget device: give --budget 40GiB",
         ),
+        ("grows:make --batch-argnums 1 --budget 50%", "--batch-argnums needs bytes to fill, got --budget 50%"),
         ("grows:make --batch-argnums 0 1 --budget 1GiB", "with as many examples each, got 64 and 96"),
         ("grows:make --batch-argnums 2 --budget 1GiB", "of arrays with a first axis, got 2.0"),
         ("grows:make --batch-argnums 7 --budget 1GiB", "numbers of the 3 arguments, from 0, got 7"),

@@ -40,7 +40,7 @@ class Largest(NamedTuple):
 
 def budget_for(budget: str, gpus: Gpus | None) -> int:
     """Bytes of a device that `--budget` stands for."""
-    room = check.byte_count("budget", budget, words=("min", "device"))
+    room = check.byte_count("budget", budget, words=("min", "device"), shares=True)
     if room == "device" and gpus is not None:
         return gpus.nbytes
     if room == "device":

@@ -89,9 +89,9 @@ class Fit:
     factory: Factory
     """A function without arguments that returns (step, arguments). The step may be under `memjax.jit`, with its options."""
     budget: str = "device"
-    """Bytes of a device, as "40GiB"; "device": what is free of it; "min": the least."""
+    """Bytes of a device, as "40GiB"; "50%": half of what the step holds as it is; "device": what is free; "min": the least."""
     allow: tuple[str, ...] = ()
-    """What a plan may do, as for `memjax.jit`: recompute, tile, microbatch, offload, compress."""
+    """What a plan may do, as for `memjax.jit`: recompute, tile, microbatch, offload, compress, two_passes."""
     donate_argnums: tuple[int, ...] = ()
     """Arguments whose memory results may take."""
     static_argnums: tuple[int, ...] = ()

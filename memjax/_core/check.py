@@ -21,7 +21,7 @@ from flax import nnx
 from memjax._core.arrays import as_array
 from memjax._core.compat import is_tracer, varying
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts and dates
 _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
@@ -356,6 +356,11 @@ def byte_count(name: str, value: Any, *, words: Sequence[str] = (), shares: bool
                 raise fail(ValueError, name, f"{wanted}; of a share more than 0% and at most 100%", value)
             return value
         match = _BYTES.fullmatch(value)
+        if match is not None and not match[2]:  # percent, GiB or bytes may be meant
+            digits = match[1]
+            percent = f", '{digits}%'" * shares
+            fix = f"give '{digits}GiB'{percent} or, for bytes, '{digits}B' (in Python also the number {digits})"
+            raise fail(ValueError, name, wanted, value, fix)
         if match is None or match[2].lower() not in _UNITS:
             raise fail(ValueError, name, wanted, value)
         count = float(match[1]) * _UNITS[match[2].lower()]
