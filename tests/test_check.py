@@ -121,6 +121,15 @@ def test_flags_choices_arrays_and_functions():
     assert check.choice("strategy", None, (None, "mixed")) is None
     with pytest.raises(ValueError, match="strategy must be one of None, 'mixed', got 'other'"):
         check.choice("strategy", "other", (None, "mixed"))
+    options = "recompute", "tile", "microbatch"
+    with pytest.raises(ValueError, match=r"allow must be one of .*, got 'tiles': did you mean 'tile'\?"):
+        check.names("allow", ("recompute", "tiles"), options)
+    with pytest.raises(
+        TypeError, match=r"allow must be a sequence of names, got 'Microbatches': such as \(\"microbatch\",\)"
+    ):
+        check.names("allow", "Microbatches", options)
+    with pytest.raises(TypeError, match=r"allow must be a sequence of names, got 'all': such as \(\"recompute\",\)"):
+        check.names("allow", "all", options)
     with pytest.raises(TypeError, match="x must be an array, got None"):
         check.array("x", None)
     with pytest.raises(TypeError, match=r"x must be a floating-point array, got an array of int32\[3\]"):

@@ -1,5 +1,6 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import difflib
 import functools
 import inspect
 import json
@@ -101,14 +102,18 @@ def flag(name: str, value: Any) -> bool:
 def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
     """One of a few strings, or None where that is among `options`."""
     if not any(value is option or (isinstance(value, str) and value == option) for option in options):
-        raise fail(ValueError, name, f"one of {', '.join(map(repr, options))}", value)
+        words = [option for option in options if isinstance(option, str)]
+        near = difflib.get_close_matches(value.lower(), words, 1) if isinstance(value, str) else []
+        fix = f"did you mean {near[0]!r}?" if near else ""
+        raise fail(ValueError, name, f"one of {', '.join(map(repr, options))}", value, fix)
     return value
 
 
 def names(name: str, value: Any, options: Sequence[str]) -> None:
     """A sequence of a few strings."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise fail(TypeError, name, "a sequence of names", value, f'such as ("{options[0]}",)')
+        near = difflib.get_close_matches(value.lower(), options, 1) if isinstance(value, str) else []
+        raise fail(TypeError, name, "a sequence of names", value, f'such as ("{(near or options)[0]}",)')
     for one in value:
         choice(name, one, options)
 
