@@ -12,6 +12,7 @@ from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.scopes import Paths
 from memjax._explain.peak import alive_at_peak
 from memjax._jit.step_plan import StepPlan
+from memjax._plan.memory.layout import Layout, local_bytes
 
 _ROWS, _ROWS_AT_PEAK = 6, 4
 
@@ -24,8 +25,20 @@ class BudgetError(ValueError):
         self.least = least
 
 
+def fixed_bytes(program: Any) -> tuple[int, int]:
+    """Bytes of a device for arguments, and for results that are no donated arguments, of a compiled step."""
+    found = program.memory_analysis()
+    return found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
+
+
 def account(
-    least: StepPlan, program: Any, traced: Any, f: Any, *, predicted: bool = False, nothing_to_plan: bool = False
+    least: StepPlan,
+    program: Any,
+    traced: Any,
+    f: Any,
+    *,
+    nothing_to_plan: bool = False,
+    not_searched: bool = False,
 ) -> str:
     """The message for a budget that is less than the least possible.
 
@@ -34,11 +47,11 @@ def account(
       program: the step, compiled with it.
       traced: the step as it is written.
       f: its function.
-      predicted: what the step takes as it is written is predicted.
       nothing_to_plan: there is no derivative in it.
+      not_searched: arguments and results are more than the budget, so that only one plan was compiled; another may take less.
     """
     found = program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    arguments, results = fixed_bytes(program)
     given, possible = readable_bytes(least.budget), readable_bytes(least.nbytes, up=True)
     if given == readable_bytes(least.nbytes):
         given, possible = f"{least.budget:,} B", f"{least.nbytes:,} B"
@@ -48,14 +61,20 @@ def account(
         )
     else:
         time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
-        plain = readable_bytes(least.plain_nbytes) + " (predicted)" * predicted
-        head = f"budget is {given}, but the least possible is {possible} of a device{time}; as it is written it takes {plain}"
-    rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} (whole arrays: {_by_path(traced)})"]
+        plain = readable_bytes(least.plain_nbytes) + " (predicted)" * least.plain_is_predicted
+        least_is = "the least possible is"
+        if not_searched:
+            name, size = (
+                ("arguments", arguments) if arguments > least.budget else ("arguments and results", arguments + results)
+            )
+            least_is = f"the {name} alone take {readable_bytes(size)}, whatever the plan; {least_is} at most"
+        head = f"budget is {given}, but {least_is} {possible} of a device{time}; as it is written it takes {plain}"
+    rows = [f"arguments: {readable_bytes(arguments)} (whole arrays: {_by_path(traced)})"]
     rows.append(f"results that are no donated arguments: {readable_bytes(results)}{_donation(traced)}")
     rows.append(f"temporaries: {readable_bytes(found.temp_size_in_bytes)}{_at_peak(program, f)}")
     if found.generated_code_size_in_bytes:
         rows.append(f"code: {readable_bytes(found.generated_code_size_in_bytes)}")
-    smaller = "" if found.argument_size_in_bytes + results > least.budget else " a smaller batch,"
+    smaller = "" if arguments + results > least.budget else " a smaller batch,"
     hint = f"Give a larger budget,{smaller} a narrower optimizer state, or shard the arguments over more devices"
     longer = "" if nothing_to_plan else '; budget="min" looks longer for the least'
     notes = "".join(f"\nnote: {note}" for note in least.notes)
@@ -90,6 +109,15 @@ def _by_path(traced: Any) -> str:
     largest = sorted(sizes.items(), key=lambda item: -item[1])
     rows = [f"{name} {readable_bytes(size)}" for name, size in largest[:_ROWS]]
     return ", ".join(rows + ["..."] * (len(largest) > _ROWS))
+
+
+def beside(traced: Any, layout: Layout) -> tuple[int, int]:
+    """Bytes of a device for arguments, and for results that are no donated arguments, about: what no plan changes."""
+    closed = traced.jaxpr
+    sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    # New parameters, say, are taken to be split over devices as the old ones.
+    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
+    return sum(sizes), bytes_of_results(traced, alike)
 
 
 def bytes_of_results(traced: Any, local: Mapping[Any, int] | None = None, *, all_donated: bool = False) -> int:

@@ -20,7 +20,7 @@ from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._core.program.scopes import function_name
-from memjax._jit.account import BudgetError, account, bytes_of_results, donated_results
+from memjax._jit.account import BudgetError, account, beside, donated_results, fixed_bytes
 from memjax._jit.cache import (
     directory,
     found_in_jax_cache,
@@ -46,7 +46,7 @@ from memjax._jit.ways.ways import Ways, note_memory
 from memjax._measure import remat_compiler_options
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import in_microbatches
-from memjax._plan.memory.layout import Layout, local_bytes
+from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
 
 
@@ -156,6 +156,17 @@ def _decided_here(
     if (share := check.share_of(room)) is not None:
         room = int(share * fit.plain.nbytes)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
+
+    def beside_plain(plan: StepPlan) -> StepPlan:
+        """The plan with what is known of the step as it is written."""
+        of_plain: dict[str, Any] = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
+        return dataclasses.replace(plan, **of_plain, plain_is_predicted=not fit.is_plain_compiled, notes=ways.notes)
+
+    if limit is not None and body.has_passes and limit < arguments + results:
+        least, program = ways.least_predicted(limit)
+        if limit < sum(fixed_bytes(program)):  # arguments that the step does not read are none of them
+            least = beside_plain(least)
+            raise BudgetError(account(least, program, traced, step.f, not_searched=True), least)
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
         program, nbytes, predicted, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes, predicted_nbytes=predicted)
@@ -165,15 +176,11 @@ def _decided_here(
             return Entry(as_written, program, lambda: step.plain)
     try:
         chosen, best = ways.fastest(room)
-        predicted = not fit.is_plain_compiled
-        of_plain: dict[str, Any] = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
-        chosen = dataclasses.replace(chosen, **of_plain, plain_is_predicted=predicted, notes=ways.notes)
+        chosen = beside_plain(chosen)
     except DoesNotFitError as error:
-        of_plain = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
-        least = dataclasses.replace(error.plan, **of_plain, notes=ways.notes)
+        least = beside_plain(error.plan)
         if (found := planned.ordered_for_memory(least, layout)) is None:
-            message = account(least, error.program, traced, step.f, predicted=not fit.is_plain_compiled)
-            raise BudgetError(message, least) from None
+            raise BudgetError(account(least, error.program, traced, step.f), least) from None
         chosen, best = found.plan, found.program
     kept.put(planned, chosen, best)
     progress.done(chosen)
@@ -351,15 +358,6 @@ def passes_by(
     body = planned.body_by(plan, layout)
     note_memory(body, traced, device)
     return list(body.every()), with_shapes(layout, body, planned.lowered)
-
-
-def beside(traced: Any, layout: Layout) -> tuple[int, int]:
-    """Bytes of a device for arguments, and for results that are no donated arguments, about: what no plan changes."""
-    closed = traced.jaxpr
-    sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
-    # New parameters, say, are taken to be split over devices as the old ones.
-    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
-    return sum(sizes), bytes_of_results(traced, alike)
 
 
 def _room(budget: int | str, arguments: int, device: Any) -> int | str:

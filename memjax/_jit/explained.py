@@ -9,7 +9,8 @@ from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison, compared
 from memjax._explain.parts import Alive
 from memjax._explain.peak import alive_at_peak
-from memjax._jit.decide import Entry, Step, beside, passes_by
+from memjax._jit.account import beside
+from memjax._jit.decide import Entry, Step, passes_by
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._plan.predicted import predicted_at_peak
 from memjax._plan.result import Plan

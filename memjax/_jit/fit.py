@@ -220,6 +220,14 @@ class Fit:
         self._plans = dict(zip(self._passes, line.as_plans([found], found, found.compiled), strict=True))
         return [self._planned(budget)]
 
+    def least_predicted(self, budget: int) -> tuple[StepPlan, Any]:
+        """The plan that is predicted to take the least, and the step compiled with it, and with no other."""
+        self._acting = {one: self._least(one) for one in self._passes}
+        nbytes = self._compiled_with(self._acting).nbytes
+        plans = {one: self._plan_with(one, key, nbytes) for one, (_, key) in self._acting.items()}
+        self._plans = {one: plan for one, plan in plans.items() if plan is not None}
+        return self._planned(budget)
+
     def _if_it_fits(self, budget: int | str, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
         if isinstance(budget, int) and plan.nbytes > budget:
             raise DoesNotFitError(plan, program)

@@ -31,6 +31,10 @@ class Numbers:
         """The step in few microbatches."""
         return self._fits(self._possible[:_PARTS])
 
+    def most(self) -> list[Fit]:
+        """The step in the most microbatches."""
+        return self._fits(self._possible[-1:])
+
     def worth_a_try(self, budget: int) -> list[Fit]:
         """The step in the fewest that are predicted to fit, and in the next fewer: with something computed again these may be as
         fast."""
