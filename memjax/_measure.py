@@ -1,7 +1,7 @@
 """What a function costs in memory, compute and compile time, mostly without running it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,14 @@ def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if needed else {}
 
 
-def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Measurement:
+def measure(
+    fn: Callable,
+    *args: Any,
+    compiler_options: dict[str, Any] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Measurement:
     """Bytes, FLOPs and compile time of `fn(*args, **kwargs)`.
 
     `measure(loss, params, batch)`, `measure(jax.value_and_grad(loss), params, batch)` and
@@ -63,12 +70,14 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         variables, a method of either, or another callable pytree, whose arrays are then arguments too. The
         shardings, donation and compiler options of a jitted function are kept.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s (also mixed), of any dtype, typed PRNG keys
-        included. Python's int, float and complex are scalar arguments, as for `jax.jit`: bind one that `fn` needs as a
-        value with `functools.partial`. Other leaves (texts, functions, True and False, modules of Linen) stay as they are
-        if `fn` is not jitted; if it is, they have to be among its static arguments.
+        included. Python's int, float and complex are scalar arguments, as for `jax.jit`: `static_argnums` or
+        `functools.partial` keep one that `fn` needs as a value. Other leaves (texts, functions, configurations, True and
+        False, modules of Linen) stay as they are if `fn` is not jitted; if it is, they have to be among its static arguments.
       compiler_options: passed to the compiler. None means `remat_compiler_options()`: on a CPU
         rematerialisation may save nothing without (see there), and a program compiled by plain `jax.jit`
         can then need more memory than is reported here.
+      static_argnums, static_argnames: as for `jax.jit`, where `fn` is not jitted: arguments whose values it needs, such as a
+        number of layers or a dict of settings. A jitted function, under `memjax.jit` too, keeps those that it has.
       **kwargs: like `args`.
 
     Raises:
@@ -79,7 +88,9 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     notes: list[str] = []
 
     start = time.perf_counter()
-    program = traced("measure", fn, args, kwargs)
+    program = traced(
+        "measure", fn, args, kwargs, {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    )
     needed = remat_compiler_options(program.device.platform)
     options = needed if compiler_options is None else dict(compiler_options)
     lowered = program.stage.lower()

@@ -10,7 +10,17 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from memjax._core import check
-from memjax._core.arguments import Parts, is_array, is_array_or_number, is_jitted, is_nnx, of_arrays, unbound
+from memjax._core.arguments import (
+    Parts,
+    Statics,
+    check_options,
+    is_array,
+    is_array_or_number,
+    is_jitted,
+    is_nnx,
+    of_arrays,
+    unbound,
+)
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
 from memjax._core.meshes import device_of, own_sharding, parts, split_over
@@ -110,11 +120,23 @@ class Gradient:
     residuals: Residuals
 
 
-def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Program:
-    """The program of `fn`, for the public function `name`. It raises what that says of `fn`."""
+def traced(
+    name: str, fn: Callable, args: tuple, kwargs: dict[str, Any], static: dict[str, Any] | None = None
+) -> Program:
+    """The program of `fn`, for the public function `name`. It raises what that says of `fn`.
+
+    Args:
+      static: `static_argnums` and `static_argnames`, as for `jax.jit`; those that are None are left out.
+    """
     check.function("fn", fn, f"call memjax.{name}(fn, *args), not memjax.{name}(fn(*args))")
     if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
         raise check.fail(TypeError, "fn", "a function", fn, f"pass what was jitted; {name} compiles it")
+    if asked := {option: value for option, value in (static or {}).items() if value is not None}:
+        if is_jitted(fn):
+            [option, value], *_ = asked.items()
+            raise check.fail(ValueError, option, "None where fn is jitted", value, "give it to jax.jit or memjax.jit")
+        check_options(fn, asked)
+        args, kwargs = Statics(fn, asked.get("static_argnums"), asked.get("static_argnames")).marked(args, kwargs)
     given = len(args)
     fn, args, kwargs = unbound(fn, args, kwargs)
     parts = Parts(args, kwargs, is_array_or_number)

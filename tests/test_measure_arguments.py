@@ -263,6 +263,43 @@ def test_static_arguments_of_jitted_functions():
         memjax.measure(jax.jit(lambda x, mode: x), inputs(), "sin")
 
 
+def test_static_arguments_of_functions_that_are_not_jitted():
+    """As people write them: settings, numbers, names and functions among the arguments."""
+
+    def loss(params, x, settings, depth, act="sin"):
+        for _ in range(depth):
+            x = getattr(jnp, act)(x @ params) if settings["nonlinear"] else x
+        return x[: settings["first"]].sum()
+
+    args = jnp.ones((8, 8)), jnp.ones((16, 8))
+    settings = {"nonlinear": True, "first": 4}
+    bound = memjax.measure(jax.grad(lambda params, x: loss(params, x, settings, 2)), *args)
+    step = jax.grad(loss)
+    for static in (
+        {"static_argnums": (2, 3)},
+        {"static_argnums": (-3, -2)},
+        {"static_argnames": ["settings", "depth"]},
+    ):
+        found = memjax.measure(step, *args, settings, 2, **static)
+        assert (found.residual_bytes, found.temp_bytes) == (bound.residual_bytes, bound.temp_bytes)
+        assert found.argument_bytes == bound.argument_bytes == 4 * (64 + 128)
+        assert memjax.explain(step, *args, settings, 2, **static).residual_bytes == bound.residual_bytes
+    named = memjax.explain(loss, *args, settings=settings, depth=2, act="cos", static_argnames=("settings", "depth"))
+    assert named.residual_bytes == bound.residual_bytes
+    update = lambda params, *others: params - step(params, *others)
+    whole = memjax.explain(update, *args, settings, 2, static_argnums=(2, 3))
+    assert whole.line == "step = memjax.jit(train_step, static_argnums=(2, 3), budget='40GiB')"
+    for wrap in (jax.jit, memjax.jit):
+        with pytest.raises(ValueError, match="static_argnums must be None where fn is jitted, got 3: give it to"):
+            memjax.measure(wrap(step), *args, settings, 2, static_argnums=3)
+    with pytest.raises(ValueError, match=r"static_argnums must be what jax\.jit takes, got 7"):
+        memjax.measure(step, *args, settings, 2, static_argnums=7)
+    with pytest.raises(
+        TypeError, match=r"needs the value of an array or a number .* \(where static_argnums can be given"
+    ):
+        memjax.explain(step, *args, settings, 2)
+
+
 def memory_statistics(monkeypatch):
     """As if the device kept statistics: 5,000 bytes before, 9,000 after."""
     reads = iter([5000, 5000, 9000])

@@ -1,6 +1,7 @@
 """Arguments of any kind as the arrays in them, so that JAX can trace a function that was not written for `jax.jit`."""
 
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Sequence
@@ -61,6 +62,62 @@ class Static:
 
     def __init__(self, value: Any):
         self.value = value
+
+
+def check_options(f: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Says which of the options `jax.jit` refuses, and why."""
+    check.compiler_options(options.get("compiler_options"))
+    one_by_one = [{name: value} for name, value in options.items()]
+    for some in (*one_by_one, options):
+        try:
+            jax.jit(f, **some)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            [name] = some if len(some) == 1 else ["options"]
+            kind = ValueError if isinstance(error, ValueError | RuntimeError) else TypeError
+            value = some if name == "options" else some[name]
+            raise check.fail(kind, name, "what jax.jit takes", value, f"it says {str(error)!r}") from error
+
+
+class Statics:
+    """Which arguments `jax.jit` takes to be static.
+
+    Args:
+      f: the function.
+      static_argnums, static_argnames: as for `jax.jit`.
+    """
+
+    def __init__(self, f: Callable[..., Any], static_argnums: Any, static_argnames: Any):
+        listed = lambda given, kind: () if given is None else (given,) if isinstance(given, kind) else tuple(given)
+        numbers: Sequence[int] = listed(static_argnums, int)
+        names: Sequence[str] = listed(static_argnames, str)
+        try:
+            parameters = list(inspect.signature(f).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        count = len(parameters)
+        self._numbers = {number % count if number < 0 and count else number for number in numbers}
+        self._numbers |= {parameters.index(name) for name in names if name in parameters}
+        self._names = {*names, *(parameters[i] for i in self._numbers if i < count)}
+
+    def marked(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments, with the static ones marked as such."""
+        marked = tuple(Static(arg) if i in self._numbers else arg for i, arg in enumerate(args))
+        return marked, {name: Static(value) if name in self._names else value for name, value in kwargs.items()}
+
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+        """(the static values, the other arguments)."""
+        if not self._numbers and not self._names:
+            return (), args, kwargs
+        numbered = tuple((i, arg) for i, arg in enumerate(args) if i in self._numbers)
+        named = tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self._names)
+        others = tuple(arg for i, arg in enumerate(args) if i not in self._numbers)
+        for name, value in (*((f"argument {i}", arg) for i, arg in numbered), *named):
+            try:
+                hash(value)
+            except TypeError:
+                fix = "pass a tuple or a number, or do not name it static"
+                raise check.fail(TypeError, name, "hashable, as it is static", value, fix) from None
+        return (numbered, named), others, {name: value for name, value in kwargs.items() if name not in self._names}
 
 
 def _bound(tree: Any) -> Any:

@@ -30,7 +30,7 @@ _WANTED = "a function that JAX can trace"
 _LEAK_FIX = "it uses an array that an earlier trace left in a list, an attribute or a global; return it instead"
 _VALUE_FIX = (
     "it needs the value of an array or a number for `if`, range(), float(), np.asarray or a shape; use jax.numpy and "
-    "jax.lax, or bind the value with functools.partial (of a jitted function: name it in static_argnums)"
+    "jax.lax, or bind the value with functools.partial (where static_argnums can be given: name it there)"
 )
 
 

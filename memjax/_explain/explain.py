@@ -36,6 +36,8 @@ def explain(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     compiler_options: dict[str, Any] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Where the activation memory of `fn(*args, **kwargs)` goes, module by module, and what would save it.
@@ -60,7 +62,7 @@ def explain(
       argnums: where `fn` has no backward pass of its own, which of `args` are differentiated, as for `memjax.plan`: all their
         floats, and of NNX modules the `nnx.Param`. So is what a module or method given as `fn` is bound to. `notes` say which
         float arguments are not; of functions that NNX has jitted all floats are.
-      compiler_options: as in `memjax.measure`.
+      compiler_options, static_argnums, static_argnames: as in `memjax.measure`.
       **kwargs: like `args`; they are not differentiated.
 
     Returns:
@@ -71,9 +73,10 @@ def explain(
       ValueError: `fn` cannot be differentiated, or the compiler does not know an option.
     """
     check.compiler_options(compiler_options)
+    static: dict[str, Any] = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     positions = check.argnums(argnums, len(args)) if args else []
     with nnx_scopes(), asked_for_reasons() as said:
-        program = traced("explain", fn, args, kwargs)
+        program = traced("explain", fn, args, kwargs, static)
         wrt = program.floats_of(positions) if program.has_arrays_in_order else None
         found = gradient(program, wrt)
     needed = remat_compiler_options(program.device.platform)
@@ -104,8 +107,12 @@ def explain(
         warnings=warnings_of([program.jaxpr, found.jaxpr], alike, logits, paths, residual_bytes),
         notes=(*notes, *dict.fromkeys(said.notes)),
         dropped=tuple(dict.fromkeys(said.dropped)),
-        line=line(fn, options_of(fn) | {"budget": "40GiB"}) if found.is_own else line(),
+        line=line(fn, options_of(fn) | _given(static) | {"budget": "40GiB"}) if found.is_own else line(),
     )
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _not_differentiated(program: Program, positions: Sequence[int]) -> list[str]:

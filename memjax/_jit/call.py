@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from memjax._core import check
-from memjax._core.arguments import Static, is_nnx, objects_in, with_changes
+from memjax._core.arguments import is_nnx, objects_in, with_changes
 
 
 @jax.tree_util.register_dataclass
@@ -85,45 +83,3 @@ def donated_values(f: Callable[..., Any], options: dict[str, Any], args: tuple, 
 
 def _is_info(value: Any) -> bool:
     return hasattr(value, "donated")
-
-
-class Statics:
-    """Which arguments `jax.jit` takes to be static.
-
-    Args:
-      f: the function.
-      static_argnums, static_argnames: as for `jax.jit`.
-    """
-
-    def __init__(self, f: Callable[..., Any], static_argnums: Any, static_argnames: Any):
-        listed = lambda given, kind: () if given is None else (given,) if isinstance(given, kind) else tuple(given)
-        numbers: Sequence[int] = listed(static_argnums, int)
-        names: Sequence[str] = listed(static_argnames, str)
-        try:
-            parameters = list(inspect.signature(f).parameters)
-        except (TypeError, ValueError):
-            parameters = []
-        count = len(parameters)
-        self._numbers = {number % count if number < 0 and count else number for number in numbers}
-        self._numbers |= {parameters.index(name) for name in names if name in parameters}
-        self._names = {*names, *(parameters[i] for i in self._numbers if i < count)}
-
-    def marked(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments, with the static ones marked as such."""
-        marked = tuple(Static(arg) if i in self._numbers else arg for i, arg in enumerate(args))
-        return marked, {name: Static(value) if name in self._names else value for name, value in kwargs.items()}
-
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
-        """(the static values, the other arguments)."""
-        if not self._numbers and not self._names:
-            return (), args, kwargs
-        numbered = tuple((i, arg) for i, arg in enumerate(args) if i in self._numbers)
-        named = tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self._names)
-        others = tuple(arg for i, arg in enumerate(args) if i not in self._numbers)
-        for name, value in (*((f"argument {i}", arg) for i, arg in numbered), *named):
-            try:
-                hash(value)
-            except TypeError:
-                fix = "pass a tuple or a number, or do not name it static"
-                raise check.fail(TypeError, name, "hashable, as it is static", value, fix) from None
-        return (numbered, named), others, {name: value for name, value in kwargs.items() if name not in self._names}

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 
 from memjax._core import check
-from memjax._core.arguments import objects_in, put_changes
+from memjax._core.arguments import Statics, check_options, objects_in, put_changes
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.compat import is_tracer
 from memjax._core.program.scopes import Paths, function_name
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._explain.line import line
-from memjax._jit.call import Statics, state_of, taken_apart
+from memjax._jit.call import state_of, taken_apart
 from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
 from memjax._jit.decide import notes as notes_of
 from memjax._jit.explained import explained_peak
@@ -99,7 +99,7 @@ class Jitted:
 
     def __init__(self, f: Callable[..., Any], asked: Asked, options: dict[str, Any]):
         self._f, self._asked, self._options = f, asked, options
-        _check_options(f, options)
+        check_options(f, options)
         functools.update_wrapper(self, f)
         self.__name__ = function_name(f)
         self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
@@ -243,20 +243,6 @@ def _put(args: tuple, kwargs: dict[str, Any], apart: tuple, named: dict[str, Any
     result, changes = out
     put_changes(objects_in((args, kwargs)), changes, state_of(apart, named))
     return result
-
-
-def _check_options(f: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Says which of the options `jax.jit` refuses, and why."""
-    check.compiler_options(options.get("compiler_options"))
-    one_by_one = [{name: value} for name, value in options.items()]
-    for some in (*one_by_one, options):
-        try:
-            jax.jit(f, **some)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            [name] = some if len(some) == 1 else ["options"]
-            kind = ValueError if isinstance(error, ValueError | RuntimeError) else TypeError
-            value = some if name == "options" else some[name]
-            raise check.fail(kind, name, "what jax.jit takes", value, f"it says {str(error)!r}") from error
 
 
 def _closes_over_tracers(closed: Any, leaves: Sequence[Any]) -> bool:
