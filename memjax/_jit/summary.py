@@ -56,10 +56,11 @@ def _of_derivative(plan: Plan) -> str:
     if not plan.stretches:
         return "a derivative: keeps what it keeps as it is written"
     _, arrays, nbytes = _rows([plan])
+    parts = len(plan.stretches)
     loops = sum(stretch.turns is not None for stretch in plan.stretches)
     return (
-        f"a derivative of {len(plan.stretches)} stretches{f', {loops} of them loops' if loops else ''}: keeps {arrays} arrays "
-        f"of {readable_bytes(nbytes)} and what a stretch starts from"
+        f"a derivative in {parts} part{'s' * (parts > 1)}{f', {loops} of them loops' if loops else ''}: keeps {arrays} arrays "
+        f"of {readable_bytes(nbytes)} and what each part starts from"
         + (f"; {readable_bytes(plan.host_nbytes)} on the host" if plan.host_nbytes else "")
         + ("; large arrays of the backward pass one after another" if plan.in_steps else "")
     )

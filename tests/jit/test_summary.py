@@ -29,7 +29,7 @@ def test_arrays_of_layers_are_one_row():
     plan = StepPlan(2 * KIB * KIB, KIB * KIB, 3 * KIB * KIB, passes, **time)
     assert str(plan).splitlines() == [
         "StepPlan: 1.00 MiB of 2.00 MiB, 3.00 MiB as it is written; predicted time +50.0%; in 4 microbatches",
-        "a derivative of 13 stretches, 12 of them loops: keeps 25 arrays of 1.02 MiB and what a stretch starts from",
+        "a derivative in 13 parts, 12 of them loops: keeps 25 arrays of 1.02 MiB and what each part starts from",
         "      1.00 MiB  float32[512,512] dot_general net.py:9 (loss)",
         "     24.00 KiB  24 x float32[16,16] exp Net/Block[0..11]/mlp, net.py:7, in 8 bits",
         "all of it: plan.passes, plan.to_json()",
