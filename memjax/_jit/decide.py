@@ -148,7 +148,7 @@ def _decided_here(
     def compile_with(body: Body, acting: Acting) -> Any:
         compiled = planned.compiled(body, acting)
         if acting or body.is_changed:
-            progress.compiled(held_bytes(compiled), room)
+            progress.compiled(held_bytes(compiled), room, ways.way)
         return compiled
 
     ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with, planned.lowered)

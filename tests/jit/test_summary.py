@@ -1,12 +1,14 @@
 """What `print` shows of the plan of a step, and what is said while it is searched for."""
 
 import functools
+import re
 
 import jax
 import pytest
 
 import memjax
 from memjax import StepPlan
+from memjax._core.check import readable_bytes
 from memjax._jit import progress
 from memjax._plan.result import Kept, Plan, Stretch, Tiled
 from tests.jit.steps import batch, loss, parameters
@@ -85,3 +87,23 @@ def test_a_step_is_called_by_the_function_in_it(step, name, monkeypatch, capsys,
     assert f"memjax.jit plans {name}: 1 compiled" in capsys.readouterr().err
     with pytest.raises(TypeError, match=f"got (a functools.partial of )?<.*{name}"):
         jitted(*args, 0)
+
+
+def test_the_search_for_the_least_says_why_it_takes_long_and_how_far_it_is(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "_PATIENCE", -1)
+    step = functools.partial(train_step, 0.1)
+    plan = memjax.jit(step, budget="min", cache_dir=tmp_path).plan(parameters(), batch())
+    why, *lines, last, done = capsys.readouterr().err.splitlines()
+    assert why.startswith(
+        'memjax.jit plans train_step: budget="min" compiles plans until none is expected to take less'
+    )
+    assert re.match(
+        r"memjax.jit plans train_step: 1 compiled, the least holds \d", lines[0]
+    )  # to know how many microbatches
+    found = re.fullmatch(
+        r"memjax.jit plans train_step: (\d+) compiled \(way (\d) of at most (\d) to .*\), the least holds (.*)", last
+    )
+    assert int(found[1]) == len(lines) + 1
+    assert int(found[2]) <= int(found[3]) == 2  # as it is written, or in microbatches
+    assert found[4] == readable_bytes(plan.nbytes)
+    assert done.startswith("memjax.jit has planned train_step: ")

@@ -48,6 +48,7 @@ class Ways:
     Attributes:
       body, as_written: the step as it is written.
       beside: bytes of a device that no plan changes, about.
+      way: which of at most how many ways is looked at for the least memory; None: none so far.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Ways:
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
         self._lower = lower
         self._no_microbatches: str | None = None  # why
+        self.way: tuple[int, int] | None = None
         self._predictions = Predictions()
         self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
@@ -144,7 +146,8 @@ class Ways:
             nbytes_of[parts] = min(parts.plain.nbytes, parts.rank("min").cost)
         found: list[tuple[StepPlan, Any]] = []
         thorough = set[Fit]()
-        for fit in sorted(nbytes_of, key=lambda fit: nbytes_of[fit]):
+        for number, fit in enumerate(sorted(nbytes_of, key=lambda fit: nbytes_of[fit]), 1):
+            self.way = number, len(nbytes_of)
             if found and nbytes_of[fit] > min(plan.nbytes for plan, _ in found):
                 break
             thorough.add(fit)
