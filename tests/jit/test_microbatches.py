@@ -36,6 +36,17 @@ def masked(params, x, mask):
     return jnp.sum(errors * mask) / jnp.maximum(mask.sum(), 1), errors
 
 
+CLASSES = np.linspace(0.5, 2, WIDTH)
+
+
+def of_classes(params, x, labels, scale):
+    """A mean by weights that follow from labels, a constant, an argument and a parameter that is not trained."""
+    errors = optax.softmax_cross_entropy_with_integer_labels(network(params, x), labels)
+    weights = scale * jnp.asarray(CLASSES)[labels] * jnp.exp(jax.lax.stop_gradient(params[0])[labels, 0])
+    weights = weights / weights.mean()
+    return jnp.sum(errors * weights) / jnp.maximum(weights.sum(), 1)
+
+
 def dropped_out(params, x, key):
     """Dropout, and decay in the loss, which every microbatch would add again."""
     for number, w in enumerate(params):
@@ -112,6 +123,7 @@ def cases():
     images = rows(EXAMPLES, 8, 8, 2)
     return {
         "mask": (descend(masked, has_aux=True), params, rows(), jnp.arange(EXAMPLES) % 3 * 1.0),
+        "classes": (descend(of_classes), params, rows(), jnp.arange(EXAMPLES) * 3, jnp.float64(3)),
         "dropout": (descend(dropped_out), params, rows(), key),
         "loop": (descend(scanned_loss), jnp.stack(params), rows()),
         "dropout in a loop": (descend(dropped_out_in_a_loop), jnp.stack(params), rows(), key),
@@ -127,7 +139,17 @@ def cases():
 
 
 NAMES = (
-    *("mask", "dropout", "loop", "dropout in a loop", "shared in a loop", "checkpoints", "recurrent", "integers"),
+    *(
+        "mask",
+        "classes",
+        "dropout",
+        "loop",
+        "dropout in a loop",
+        "shared in a loop",
+        "checkpoints",
+        "recurrent",
+        "integers",
+    ),
     *("table", "convolutions", "square"),
 )
 

@@ -43,6 +43,14 @@ def normed(x):
         ),
         (lambda x: jnp.cumsum(x, 0), ["microbatches: none, for `cumsum` at test_notes.py:"]),
         (
+            lambda x: x / jnp.abs(x).sum(),
+            [
+                "microbatches: none, for `div` at test_notes.py:",
+                "reads a sum over all examples",
+                "or divide by a sum that",
+            ],
+        ),
+        (
             normed,
             [
                 "microbatches: none, for ",
@@ -55,7 +63,7 @@ def normed(x):
             ["`pure_callback` at test_notes.py:"],
         ),
     ],
-    ids=["sort", "cumsum", "batch norm", "callback"],
+    ids=["sort", "cumsum", "sum of activations", "batch norm", "callback"],
 )
 def test_what_mixes_the_batch_is_named_with_its_line(f, found):
     ws = [jnp.ones((32, 64)), jnp.ones((64, 8))]

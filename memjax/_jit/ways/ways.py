@@ -271,10 +271,13 @@ def no_microbatches(mixed: Mixed) -> str:
     name, where = primitive_name(mixed.eqn), mixed.where or "a place that is not known"
     if "not known" in mixed.what or "is not run" in mixed.what:
         return f"microbatches: `{name}` at {where} is not known to keep examples apart: write it by operations of jax.numpy"
-    fix = "compute that for each example alone"
+    fix, because = "compute that for each example alone", ""
+    if "a sum over positions" in mixed.what:
+        because = ": it reads a sum over all examples, which is known only after the last of them"
+        fix = f"{fix}, or divide by a sum that does not depend on the parameters"
     if "batchnorm" in where.lower().replace("_", ""):
         fix = "take a norm over groups or features"
-    return f"microbatches: none, for `{name}` at {where} mixes the batch. To have them, {fix}"
+    return f"microbatches: none, for `{name}` at {where} mixes the batch{because}. To have them, {fix}"
 
 
 def note_memory(body: Body, traced: Any, device: Any) -> None:

@@ -93,10 +93,13 @@ def batch_of(closed: Any) -> Batch:
         raise Mixed("the step has no derivative outside of loops and branches")
     mixed: list[Mixed] = []
     for length, inputs in _sizes(program):
-        try:
-            return _grown(program, length, inputs)
-        except Mixed as error:
-            mixed.append(error)
+        # What a loss divides by often follows from more than data: from weights of classes, or a scale.
+        for others in ((), (*program.constvars, *program.invars)):
+            try:
+                return _grown(program, length, inputs, others)
+            except Mixed as error:
+                found = error
+        mixed.append(found)
     raise mixed[0] if mixed else Mixed("no argument has an axis of examples")
 
 
@@ -122,13 +125,21 @@ def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
             yield size, by_size[size]
 
 
-def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch:
-    """What follows from the examples, as far as they are kept apart. Raises `Mixed` if a derivative goes further."""
+def _grown(program: Program, length: int, inputs: Sequence[Any], others: Sequence[Any]) -> Batch:
+    """What follows from the examples, as far as they are kept apart. Raises `Mixed` if a derivative goes further.
+
+    Args:
+      program: the step.
+      length: the number of examples.
+      inputs: those that have them.
+      others: further inputs: what follows without products from these and the examples, a sum over examples for instance, is made
+        of the whole batch, before the examples are gone through.
+    """
     marks = [derivatives(name_stack(eqn)) for eqn in program.eqns]
     walk = Walk(length, True, rule)
     states: dict[Any, State] = {var: shared(shape_of(var)) for var in (*program.constvars, *program.invars)}
     states |= dict.fromkeys(inputs, Positions(0, 1))
-    of_data = set(inputs)  # what follows from examples alone
+    of_data = {*inputs, *others}  # what follows from these alone, without products
     behind: dict[Any, Mixed] = {}  # what follows from what is not kept apart, by the reason
     inside: list[int] = []
     for i, eqn in enumerate(program.eqns):
@@ -143,9 +154,10 @@ def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch:
             except Mixed as error:
                 mixed = error
         # How many examples there are, by their mask: known before they are gone through.
-        is_of_data = bool(reads) and of_data.issuperset(reads) and not expensive(eqn)
+        is_of_data = bool(reads or others) and of_data.issuperset(reads) and not expensive(eqn)
         if is_of_data and (outs is None or any(isinstance(state, Summed) for state in outs)):
             states |= ((var, shared(shape_of(var))) for var in eqn.outvars)
+            of_data.update(eqn.outvars)
             continue
         if outs is None:
             assert mixed is not None
