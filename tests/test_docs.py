@@ -37,6 +37,7 @@ README_SETUP = """
 import jax
 
 train_step = lambda state, batch: jax.tree.map(lambda p, g: p - g, state, jax.grad(lambda p: (p * batch).sum() ** 2)(state))
+state, batch = jax.numpy.ones(3), jax.numpy.arange(3.0)
 """
 
 

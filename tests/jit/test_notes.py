@@ -73,6 +73,23 @@ def test_what_mixes_the_batch_is_named_with_its_line(f, found):
     assert not said(trained(jax.nn.gelu), ws, batch())
 
 
+def test_a_batch_that_is_not_on_the_first_axis_is_asked_for_there():
+    def step(params, tokens):
+        return jax.grad(lambda params: jnp.mean(jnp.tanh(params[0][tokens[:-1]] @ params[1]) ** 2))(params)
+
+    (note,) = said(step, [jnp.ones((64, 32)), jnp.ones((32, 32))], jnp.zeros((17, 8), int), allow=["microbatch"])
+    assert note.startswith("microbatches: none, for the backward pass cannot run for some of 17 examples at a time")
+
+
+def test_a_loss_without_logits_is_answered_with_one_that_has_them():
+    def step(params, x, labels):
+        return jax.grad(lambda params: memjax.linear_cross_entropy(x @ params[0], params[1], labels))(params)
+
+    (note,) = said(step, [jnp.ones((32, 32)), jnp.ones((64, 32))], batch(), jnp.zeros(256, int), allow=["microbatch"])
+    assert "none, for memjax.linear_cross_entropy at test_notes.py:" in note
+    assert "Write the loss with its logits" in note
+
+
 def step_of(metric):
     def step(ws, x, labels):
         def loss(ws):

@@ -267,8 +267,11 @@ class Ways:
 def no_microbatches(mixed: Mixed) -> str:
     """Why there are none, where, and what to change, in a sentence."""
     if mixed.eqn is None:
-        return f"microbatches: {mixed}"
+        return f"microbatches: none, for {mixed}"
     name, where = primitive_name(mixed.eqn), mixed.where or "a place that is not known"
+    if name.startswith("linear_cross_entropy"):
+        fix = "Write the loss with its logits, which memjax.jit goes through in tiles"
+        return f"microbatches: none, for memjax.linear_cross_entropy at {where} runs for all examples at once. {fix}"
     if "not known" in mixed.what or "is not run" in mixed.what:
         return f"microbatches: `{name}` at {where} is not known to keep examples apart: write it by operations of jax.numpy"
     fix, because = "compute that for each example alone", ""

@@ -100,7 +100,7 @@ def batch_of(closed: Any) -> Batch:
             except Mixed as error:
                 found = error
         mixed.append(found)
-    raise mixed[0] if mixed else Mixed("no argument has an axis of examples")
+    raise mixed[0] if mixed else Mixed("no argument has a first axis, on which examples would be")
 
 
 def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
@@ -193,7 +193,10 @@ def _batch(program: Program, length: int, states: dict[Any, State], inside: Sequ
     makes = [var for var in made if isinstance(states[var], Positions | Summed) and is_read(var) and var not in of_data]
     needed = program.flow.reordered(list(inside)).needed(makes)
     if not any(is_backward(name_stack(eqn)) and expensive(eqn) for eqn in needed):
-        raise Mixed(f"no backward pass goes through the {length} examples")
+        raise Mixed(
+            f"the backward pass cannot run for some of {length} examples at a time (these are looked for on the first axis "
+            "of arguments)"
+        )
     for var in makes:
         state, maker = states[var], program.flow.makers[var]
         if isinstance(state, Positions) and shape_of(var)[state.dim] != length * state.inner:
