@@ -35,7 +35,7 @@ class Progress:
             return
         if isinstance(budget, str) and not self._has_spoken:
             self._say(f"plans {self._name}: {_WHY}")
-        place = "" if way is None else f" (way {way[0]} of at most {way[1]} to run the step)"
+        place = "" if way is None or way[1] == 1 else f" (way {way[0]} of at most {way[1]} to run the step)"
         found = f"the least holds {readable_bytes(self._least)}"
         if not isinstance(budget, str):
             found = f"the last holds {readable_bytes(nbytes)} of {readable_bytes(budget)}"

@@ -277,7 +277,7 @@ def no_microbatches(mixed: Mixed) -> str:
     fix, because = "compute that for each example alone", ""
     if "a sum over positions" in mixed.what:
         because = ": it reads a sum over all examples, which is known only after the last of them"
-        fix = f"{fix}, or divide by a sum that does not depend on the parameters"
+        fix = f"{fix} (in place of a batch norm, a norm over groups), or divide by a sum that does not depend on the parameters"
     if "batchnorm" in where.lower().replace("_", ""):
         fix = "take a norm over groups or features"
     return f"microbatches: none, for `{name}` at {where} mixes the batch{because}. To have them, {fix}"
