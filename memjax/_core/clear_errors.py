@@ -20,7 +20,7 @@ _NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 _NEEDS_VALUES_TOO = re.compile(
-    r"(unhashable type|format string|'(list|tuple|str)' and|must be static integers).*Tracer"
+    r"(unhashable type|format string|'(list|tuple|str)' and|must be static integers|must have static start).*Tracer"
 )  # of errors of Python's types
 _OWN = re.compile(
     r"[\w.\[\]']+ (must|cannot) |(budget is|give exactly one of|arguments of) "
