@@ -61,7 +61,7 @@ def account(
         )
     else:
         time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
-        plain = readable_bytes(least.plain_nbytes) + " (predicted)" * least.plain_is_predicted
+        plain = readable_bytes(least.plain_nbytes, up=least.as_written) + " (predicted)" * least.plain_is_predicted
         least_is = "the least possible is"
         if not_searched:
             name, size = (
