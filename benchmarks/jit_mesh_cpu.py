@@ -23,7 +23,7 @@ import memjax
 from benchmarks import record
 from benchmarks.cases.compiled_work import work
 from benchmarks.cases.jit_mesh_cpu import MESHES, MODES, UPDATES, Step, step
-from memjax._jit.compiled import held_bytes
+from memjax._jit.candidates import held_bytes
 
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,

@@ -32,7 +32,7 @@ from memjax._jit.cache import (
     save_program,
 )
 from memjax._jit.call import Pure, donated_values
-from memjax._jit.compiled import DoesNotFitError, held_bytes
+from memjax._jit.candidates import DoesNotFitError, held_bytes
 from memjax._jit.derivatives.acting import MAKE_ONE, acting_by
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses

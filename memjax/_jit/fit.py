@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._jit.compiled import Chosen, Compiled, DoesNotFitError, held_bytes, key_of_all
+from memjax._jit.candidates import Chosen, Compiled, DoesNotFitError, Rank, held_bytes, key_of_all
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -34,18 +34,6 @@ _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is n
 _SURELY_IN_PARTS = 1.05  # the same in microbatches: more of them will fit
 _IN_ORDER = 12  # parts of a line of plans, at the ends of which plans are compared by the model of the whole step
 _CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
-
-
-class Rank(NamedTuple):
-    """What ways to run a step are compared by, the less the better.
-
-    Attributes:
-      cost: predicted seconds, infinite where no plan fits; or bytes.
-      again: of these seconds, what is computed again.
-    """
-
-    cost: float
-    again: float
 
 
 class Fit:

@@ -9,7 +9,7 @@ import pytest
 import memjax
 from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results, donated_results
-from memjax._jit.compiled import DoesNotFitError
+from memjax._jit.candidates import DoesNotFitError
 from memjax._jit.derivatives.body import Body
 from memjax._jit.fit import Fit
 from memjax._jit.together import Line

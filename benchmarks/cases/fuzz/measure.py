@@ -16,7 +16,7 @@ import numpy as np
 import memjax
 from benchmarks.cases.fuzz.programs import Program, program
 from benchmarks.cases.fuzz.steps import Step, step
-from memjax._jit.compiled import held_bytes
+from memjax._jit.candidates import held_bytes
 from memjax._plan.memory.alone import temporary
 
 EXACT = 1e-10  # of the largest value in an array: so much results may be off

@@ -18,7 +18,7 @@ import memjax
 from benchmarks.cases.compiled_work import work
 from benchmarks.cases.jit_public.loading import Step
 from memjax._core.arguments import is_nnx
-from memjax._jit.compiled import held_bytes
+from memjax._jit.candidates import held_bytes
 
 STEPS = 3
 

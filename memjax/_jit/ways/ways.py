@@ -12,7 +12,7 @@ from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
-from memjax._jit.compiled import DoesNotFitError
+from memjax._jit.candidates import DoesNotFitError
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import Fit

@@ -1,4 +1,4 @@
-"""A compiled step: what it holds, and how its passes are run."""
+"""Candidates for the way to run a step: what is predicted of them, what they hold when compiled, and how passes are run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ class DoesNotFitError(ValueError):
     def __init__(self, plan: StepPlan, program: Any):
         super().__init__(f"the least possible is {plan.nbytes} bytes")
         self.plan, self.program = plan, program
+
+
+class Rank(NamedTuple):
+    """What ways to run a step are compared by, the less the better.
+
+    Attributes:
+      cost: predicted seconds, infinite where no plan fits; or bytes.
+      again: of these seconds, what is computed again.
+    """
+
+    cost: float
+    again: float
 
 
 class Compiled(NamedTuple):
