@@ -15,7 +15,7 @@ from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
 from memjax._core.program.dataflow import Dataflow, flow_of, made_by, variables
 from memjax._core.program.jaxpr import calls_in_place
-from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
+from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS, WHOLE_OPERANDS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 _WORDS = 8  # bytes of two words
@@ -160,7 +160,7 @@ def _inside(eqn: Any, platform: str) -> int:
     """Bytes of working memory inside an equation: a loop's iteration, a branch, a call, a convolution, and so on."""
     name = eqn.primitive.name
     if name in PROGRAMS:
-        return max((_of_body(body, *_carry(eqn, body), platform) for body in running(eqn, platform)), default=0)
+        return max((_of_body(body, _carry(eqn, body), platform) for body in running(eqn, platform)), default=0)
     if name == "conv_general_dilated":
         return _inside_convolution(eqn, platform)
     if name == "random_bits" and platform == "cpu":
@@ -172,51 +172,64 @@ def _inside(eqn: Any, platform: str) -> int:
     return 0
 
 
-def _of_body(body: Any, start: int, carried: int, platform: str) -> int:
-    """The most bytes alive in a body, besides what it reads and results that are there.
-
-    Args:
-      body: the program.
-      start, carried: of its inputs, where those that it carries begin, and how many they are. New values go where they lie, if
-        they are needed no more then.
-      platform: what is compiled for.
-    """
+def _of_body(body: Any, carry: _Carry, platform: str) -> int:
+    """The most bytes alive in a body, besides what it reads and results that are there."""
     if platform != "cpu":
         return peak_bytes(body.eqns, [*body.invars, *body.constvars], [], [], body.outvars, platform)
-    moment, before = _moment_in(body, start, carried)
-    return max(moment.nbytes - before, 0)
+    moment, before = _moment_in(body, carry)
+    return max(moment.nbytes - sum(map(array_bytes, before)), 0)
 
 
 @functools.lru_cache(256)  # planning asks for every way to run a stretch
-def _moment_in(body: Any, start: int, carried: int) -> tuple[Moment, int]:
-    """The fullest moment of a body on a CPU, and bytes of what is carried into it."""
+def _moment_in(body: Any, carry: _Carry) -> tuple[Moment, Sequence[Any]]:
+    """The fullest moment of a body on a CPU, and what is carried into it.
+
+    What reads whole operands, as a product does, has slices of stacks copied for it. The copies are made first.
+    """
     closed = core.ClosedJaxpr(body, [None] * len(body.constvars))  # types are all that counts
     program = calls_in_place(closed, differentiable=False)
-    before = program.invars[start : start + carried]
-    others = [*program.invars[:start], *program.invars[start + carried :], *program.constvars]
+    before, slices = program.invars[carry.start : carry.stop], program.invars[carry.stop :]
     flow = breadth_first(Dataflow(program.eqns), program.outvars)
-    after, results = program.outvars[:carried], program.outvars[carried:]
-    return fullest_moment(flow, others, before, after, results, "cpu"), sum(map(array_bytes, before))
+    whole = variables(atom for eqn in flow.eqns if eqn.primitive.name in WHOLE_OPERANDS for atom in eqn.invars)
+    read = {flow.names.get(var, var) for var in whole}
+    copies = [var for var in slices if var in read] if carry.has_slices else []
+    others = {*program.invars, *program.constvars}.difference(before, copies)
+    count = carry.stop - carry.start
+    after, results = program.outvars[:count], program.outvars[count:]
+    return fullest_moment(flow, others, [*before, *copies], after, results, "cpu"), before
 
 
 def _arrays_inside(eqn: Any, within: int) -> list[int]:
     """Bytes of the arrays that are the working memory of an equation on a CPU, `within` in all."""
     if eqn.primitive.name not in PROGRAMS:
         return [within]
-    moments = [_moment_in(body, *_carry(eqn, body)) for body in running(eqn, "cpu")]
+    moments = [_moment_in(body, _carry(eqn, body)) for body in running(eqn, "cpu")]
     if not moments:
         return []
-    moment, _ = max(moments, key=lambda one: one[0].nbytes - one[1])
-    carried = {var for var, first, _ in moment.spans if first < -1}
-    return [*(nbytes for var, nbytes in moment.alive if var not in carried), moment.inside]
+    moment, before = max(moments, key=lambda one: one[0].nbytes - sum(map(array_bytes, one[1])))
+    return [*(nbytes for var, nbytes in moment.alive if var not in before), moment.inside]
 
 
-def _carry(eqn: Any, body: Any) -> tuple[int, int]:
-    """Where among the inputs of a body those begin that a loop carries, and how many they are."""
+class _Carry(NamedTuple):
+    """What a loop carries, among the inputs of its body.
+
+    Attributes:
+      start, stop: where it begins and ends. New values go where the old ones lie, if these are needed no more then.
+      has_slices: whether the inputs after it are slices of stacks.
+    """
+
+    start: int
+    stop: int
+    has_slices: bool = False
+
+
+def _carry(eqn: Any, body: Any) -> _Carry:
+    """What a body carries: nothing, unless it is that of a loop."""
     if eqn.primitive.name == "scan":
-        return scan_counts(eqn)
+        constants, carried = scan_counts(eqn)
+        return _Carry(constants, constants + carried, has_slices=True)
     is_body = eqn.primitive.name == "while" and len(body.outvars) == len(eqn.outvars)
-    return (len(body.invars) - len(body.outvars), len(body.outvars)) if is_body else (0, 0)
+    return _Carry(len(body.invars) - len(body.outvars), len(body.invars)) if is_body else _Carry(0, 0)
 
 
 def _carried(eqn: Any) -> Sequence[Any]:
