@@ -10,8 +10,8 @@ than a minute on an H100; planning it takes a few.
     python -m benchmarks.finetune_large --ahead h100.txtpb
 
 compiles for a GPU that is not there, described in a file as `--xla_gpu_target_config_filename` takes it, and prints bytes. It
-takes JAX's CUDA plugin. Without a GPU XLA gives cuDNN no workspace, so that the budget is less by that, and updates have no
-kernels. `--small` tries either on a CPU.
+takes JAX's CUDA plugin. Without a GPU XLA gives cuDNN no workspace, so that the budget is less by that. `--small` tries either
+on a CPU.
 """
 
 import dataclasses

@@ -8,6 +8,7 @@ import jax
 
 from memjax._core import check
 from memjax._core.clear_errors import option_errors
+from memjax._core.platforms import traced_for_arguments
 from memjax._measurement import Measurement
 from memjax._program import Program, gradient, of_jax, traced
 
@@ -37,6 +38,7 @@ def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if needed else {}
 
 
+@traced_for_arguments
 def measure(
     fn: Callable,
     *args: Any,

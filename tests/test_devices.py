@@ -40,6 +40,19 @@ def split(devices):
 
 def optional(devices=()):
     return step, (len(devices), 1)
+
+
+def coded():
+    import memjax, optax
+
+    tx = memjax.compress.stochastic_round(memjax.compressed(optax.adamw(1e-3)))
+    weights = jax.ShapeDtypeStruct((2**14, 2**10), jnp.bfloat16)
+
+    def step(weights, state):
+        updates, state = tx.update(jax.grad(lambda w: jnp.sum(w.astype(jnp.float32)))(weights), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights))
 """
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 FOUR = jax.devices()[:4]
@@ -153,12 +166,24 @@ def test_a_wrong_flag_is_answered_in_one_line(asked, share, said, monkeypatch, c
     ],
 )
 def test_plans_for_gpus_that_are_not_there(command, count, kind, held, folder):
-    environ = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
-    line = [sys.executable, "-m", "memjax", "fit", *command.split(), "--json"]
-    done = subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = fitted(command, folder)
     assert (found["devices"]["count"], found["devices"]["kind"]) == (count, kind)
     assert found["budget"] == int(0.75 * found["devices"]["nbytes"])
     activations = (4096 if count == 1 else 1024) * 256 * 4
     assert held < found["nbytes"] <= held + 3 * activations + 2**20
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin, and no GPU")
+def test_kernels_are_compiled_for_gpus_that_are_not_there(folder):
+    """The update of codes has no moments in float32."""
+    parameters = 2**24
+    nbytes = fitted("ahead:coded --devices 1xh200", folder)["nbytes"]
+    assert 4 * parameters < nbytes < (4.07 + 2) * parameters + 2**20, "weights, codes, gradients"
+
+
+def fitted(command, folder):
+    environ = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    line = [sys.executable, "-m", "memjax", "fit", *command.split(), "--json"]
+    done = subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

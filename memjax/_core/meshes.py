@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from memjax._core.lists import drop, pick
 
@@ -63,12 +63,15 @@ def with_devices(mesh: Any) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def devices_of(shardings: Sequence[Any]) -> Collection[Any]:
+    """The devices that the first of the inputs is on where that is known, or the default one."""
+    is_known = lambda one: one is not None and not isinstance(getattr(one, "mesh", None), AbstractMesh)
+    return next((one.device_set for one in shardings if is_known(one)), jax.devices()[:1])
+
+
 def device_of(shardings: Sequence[Any]) -> Any:
     """A device that the inputs are on, or the default one."""
-    for sharding in shardings:
-        if sharding is not None:
-            return next(iter(sharding.device_set))
-    return jax.devices()[0]
+    return next(iter(devices_of(shardings)))
 
 
 def platform_of(shardings: Sequence[Any]) -> str:

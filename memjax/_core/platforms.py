@@ -1,14 +1,65 @@
-"""What only runs on one platform, told when a program is compiled: tracing does not know what it will be compiled for."""
+"""Which device a program is for: as far as tracing knows, and what only runs on one platform, told when it is compiled."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import importlib.util
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
+
+from memjax._core.compat import is_described
+from memjax._core.meshes import device_of, devices_of, own_sharding, platform_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_described: dict[str, Any] = {}  # devices that are not there, by kind
+
+
+def traced_for_arguments(f: Callable[P, R]) -> Callable[P, R]:
+    """`f`, which traces programs, for the devices of its arguments, if these are not there.
+
+    JAX traces for the devices of this machine, unless its abstract mesh names another. Traces are kept by that mesh, and it is
+    there again where equations are lowered.
+    """
+
+    @functools.wraps(f)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _traced_for([own_sharding(leaf) for leaf in jax.tree.leaves((args, kwargs))]):
+            return f(*args, **kwargs)
+
+    return run
+
+
+def _traced_for(shardings: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    device = device_of(shardings)
+    if not is_described(device):
+        return contextlib.nullcontext()
+    _described[device.device_kind] = device
+    # Of several devices only a `jax.shard_map` has kernels, and its mesh names their kind.
+    if len(devices_of(shardings)) > 1 or not get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=platform_of(shardings))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=named))
+
+
+def traced_device() -> Any:
+    """The device that programs are traced for: the default one, or one that is not there (`traced_for_arguments`)."""
+    here, named = jax.devices()[0], get_abstract_mesh().abstract_device
+    return here if named is None or named.device_kind == here.device_kind else _described.get(named.device_kind, here)
+
+
+def is_traced_for_one_device() -> bool:
+    """Whether programs are traced for a single device, so that nothing divides their arrays."""
+    return get_abstract_mesh().empty if is_described(traced_device()) else jax.device_count() == 1
+
 
 _only_on_cuda_p = Primitive("only_on_cuda")
 

@@ -14,6 +14,7 @@ from memjax._core.arguments import options_of
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
+from memjax._core.platforms import traced_for_arguments
 from memjax._core.program.costs import device
 from memjax._core.program.hlo import parse
 from memjax._core.program.reasons import asked_for_reasons
@@ -31,6 +32,7 @@ from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced
 
 
+@traced_for_arguments
 def explain(
     fn: Callable,
     *args: Any,

@@ -15,6 +15,7 @@ from memjax._core import check
 from memjax._core.arguments import Statics, check_options, objects_in, put_changes
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.compat import is_tracer
+from memjax._core.platforms import traced_for_arguments
 from memjax._core.program.scopes import Paths, function_name
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
@@ -134,10 +135,12 @@ class Jitted:
         """The step as a method, of which `self` is the first argument, as with `jax.jit`."""
         return self if instance is None else types.MethodType(self, instance)
 
+    @traced_for_arguments
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for these arguments, which are arrays or `jax.ShapeDtypeStruct`s."""
         return self._for(*taken_apart(args, kwargs)).plan
 
+    @traced_for_arguments
     def frontier(self, *args: Any, **kwargs: Any) -> list[StepPoint]:
         """What each budget is predicted to cost, from the least memory to the least time: a `StepPoint` for each plan.
 
@@ -146,15 +149,18 @@ class Jitted:
         """
         return frontier(*self._to_predict(args, kwargs))
 
+    @traced_for_arguments
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, traced: a `jax.stages.Traced`."""
         graph, apart, named = taken_apart(args, kwargs)
         return self._for(graph, apart, named).jitted.trace(*apart, **named)
 
+    @traced_for_arguments
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, lowered: a `jax.stages.Lowered`."""
         return self.trace(*args, **kwargs).lower()
 
+    @traced_for_arguments
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
         marked, named = self._statics.marked(args, kwargs)
@@ -163,6 +169,7 @@ class Jitted:
         notes = (*found.notes, *notes_of(*self._to_predict(args, given)))
         return dataclasses.replace(found, notes=notes, line=line(self._f, self.options | {"budget": "40GiB"}))
 
+    @traced_for_arguments
     def explain_peak(self, *args: Any, **kwargs: Any) -> PeakComparison:
         """Why the plan for these arguments takes other bytes than were predicted: see `memjax.explain_peak`.
 

@@ -12,6 +12,7 @@ from memjax._core import check
 from memjax._core.backward.derivatives import forward_mode_message
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.meshes import device_of
+from memjax._core.platforms import traced_for_arguments
 from memjax._core.program.jaxpr import axis_sizes
 from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison, compared
@@ -32,6 +33,7 @@ _EXACT = ("recompute",)
 _FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")
 
 
+@traced_for_arguments
 def plan(
     f: Callable[..., Any],
     *args: Any,
@@ -89,6 +91,7 @@ def plan(
     return choose(program, layout, room, allow)
 
 
+@traced_for_arguments
 def explain_peak(
     f: Callable[..., Any],
     *args: Any,

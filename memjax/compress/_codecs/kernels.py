@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.compat import varying_like
+from memjax._core.platforms import is_traced_for_one_device, traced_device
 
 
 def is_of_one_device(aval: Any) -> bool:
@@ -19,17 +20,18 @@ def is_of_one_device(aval: Any) -> bool:
 
 def is_of_one_device_on(mesh: Any) -> bool:
     """The same of all arrays on a mesh."""
-    if jax.device_count() == 1:
+    if is_traced_for_one_device():
         return True
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return not mesh.empty and all(kind == jax.sharding.AxisType.Manual or size == 1 for kind, size in axes)
 
 
 def has_kernels() -> bool:
-    """Whether Pallas's Triton backend compiles for the available GPU."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # of AMD's GPUs a name
+    """Whether Pallas's Triton backend compiles for the GPU that is traced for."""
+    device = traced_device()
+    capability = str(getattr(device, "compute_capability", ""))  # of AMD's GPUs a name
     is_nvidia = capability.replace(".", "").isdigit()
-    return jax.default_backend() == "gpu" and is_nvidia and float(capability) >= 8
+    return device.platform == "gpu" and is_nvidia and float(capability) >= 8
 
 
 def call(

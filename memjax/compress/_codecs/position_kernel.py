@@ -30,10 +30,7 @@ _PRIME = 37  # samples are as far apart as that, and not at the same place of ea
 
 
 def suits(aval: Any, shape: tuple[int, int, int]) -> bool:
-    """Whether the kernel can encode an array of this type in positions x groups x features of a group, and is worth it.
-
-    Pallas asks the available GPU what it can: programs that are compiled for GPUs elsewhere get XLA's code.
-    """
+    """Whether the kernel can encode an array of this type in positions x groups x features of a group, and is worth it."""
     positions, _, width = shape
     if not (_FEWEST <= aval.size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
         return False

@@ -13,6 +13,7 @@ import jax
 from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import drop, merge
+from memjax._core.platforms import traced_device
 from memjax._core.program.costs import flops_of_coding
 from memjax.compress._codecs.bits import widths_with
 from memjax.compress._codecs.block_quantized import BlockQuantized, RectifiedBlocks
@@ -70,7 +71,7 @@ def waits(codec: OptionalMembers) -> bool:
     XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays. So does XLA:GPU where a
     product reads what is computed from a decoded array: that always waits, see `run_late`.
     """
-    return jax.default_backend() != "gpu" or is_fused(codec) or not codec.elementwise
+    return traced_device().platform != "gpu" or is_fused(codec) or not codec.elementwise
 
 
 def is_fused(codec: Any) -> bool:
@@ -175,7 +176,7 @@ class _ByBits(ArrayCodecs):
         self._bits, self.name = bits, "PositionQuantized"
         self.in_iterations = not isinstance(given, ArrayBits | BitsRecorder) and getattr(given, "scales", None) is None
         self.keeps_fine = _FINE * bits > CODED[0]
-        self.flops_of_coding = flops_of_coding(jax.default_backend())
+        self.flops_of_coding = flops_of_coding(traced_device().platform)
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         given = self._codec

@@ -13,6 +13,7 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.lists import Arrays, pick
+from memjax._core.platforms import traced_device
 from memjax._core.program.costs import flops, in_loop
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import expensive
@@ -25,7 +26,7 @@ from memjax.remat._scan.step import Pull, ScanBlocks, Step, StepBackward, trace_
 
 def model(step: Step, kept: int) -> Costs:
     """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
-    eqns, platform = step.jaxpr.eqns, jax.default_backend()
+    eqns, platform = step.jaxpr.eqns, traced_device().platform
     rates = in_loop(platform)
     moved = sum(nbytes(var.aval) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
     starts = 1 + sum(map(expensive, eqns)) if platform == "gpu" else len(eqns)

@@ -20,6 +20,7 @@ from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.platforms import traced_device
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Positions, Seen, State, Walk, shared
 from memjax._core.program.closures import Hoisted
@@ -280,7 +281,7 @@ def _default_tile(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> in
     types = list(map(jax.typeof, arrays))
     examples = max([math.prod(aval.shape[:axis]) for aval, axis in zip(types, axes, strict=True)], default=1)
     explicit = max(math.prod(shards(aval, i) for i in range(axis + 1)) for aval, axis in zip(types, axes, strict=True))
-    rows = rows_of_tile(jax.default_backend()).usual * explicit * (automatic_devices(types) or 1)
+    rows = rows_of_tile(traced_device().platform).usual * explicit * (automatic_devices(types) or 1)
     wanted = max(1, rows // max(examples, 1))
     tiles = -(-length // wanted)
     tile = -(-length // max(tiles, 1))
