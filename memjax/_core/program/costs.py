@@ -26,6 +26,7 @@ from memjax._core.program.primitives import (
     CALLS_OF_ONE_BODY,
     DECODING,
     KERNELS,
+    KERNELS_OF_ONE_PASS,
     LOOPS,
     REDUCTIONS,
     SOURCES,
@@ -311,7 +312,7 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
         time += _PASSES_OF_SUM * sum(map(array_bytes, eqn.outvars)) / rates.nbytes
     work = flops(eqn)
     if not work and name in KERNELS:
-        return rates.start + _PASSES_OF_UNKNOWN_KERNEL * time
+        return rates.start + time * (1 if name in KERNELS_OF_ONE_PASS else _PASSES_OF_UNKNOWN_KERNEL)
     if work:
         rate = rates.attention if is_attention(name) else rates.flops * _speed(eqn, rates)
         return rates.start + max(work / rate, time)

@@ -15,7 +15,8 @@ from memjax._core.compat import bodies
 # What computes.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 RAGGED_PRODUCTS = frozenset(("ragged_dot", "ragged_dot_general"))
-KERNELS = frozenset(("custom_call", "ffi_call", "pallas_call", "triton_kernel_call"))
+KERNELS_OF_ONE_PASS = frozenset(("memjax_update",))  # of an optimizer, from codes to codes
+KERNELS = frozenset(("custom_call", "ffi_call", "pallas_call", "triton_kernel_call")) | KERNELS_OF_ONE_PASS
 CALLBACKS = frozenset(("pure_callback", "io_callback"))
 DECOMPOSITIONS = frozenset(("cholesky", "triangular_solve", "lu", "qr", "svd", "eigh", "eig"))
 COLLECTIVES = frozenset(
