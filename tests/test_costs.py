@@ -83,3 +83,15 @@ def test_what_a_product_reads_is_written_to_memory_under_any_of_its_names():
     ).jaxpr
     sine, reshaped = jaxpr.eqns[0].outvars[0], jaxpr.eqns[1].outvars[0]
     assert {sine, reshaped} <= costs.stored(jaxpr.eqns, jaxpr.outvars)
+
+
+def test_slices_cost_what_they_move_however_large_the_array_is():
+    def turn(stack, row):
+        new = jax.lax.dynamic_slice(stack, (3, 0, 0), row.shape) + row
+        return jax.lax.dynamic_update_slice(stack, new, (3, 0, 0))
+
+    row = (1, 1024, 1024)
+    for length in (8, 64):
+        eqns = equations(turn, (length, *row[1:]), row)
+        found = sum(costs.seconds(eqn, H200, lambda var: True) for eqn in eqns)
+        assert found == pytest.approx(3 * H200.start + (2 + 3 + 2) * 2**21 / H200.nbytes)

@@ -29,10 +29,12 @@ from memjax._core.program.primitives import (
     KERNELS_OF_ONE_PASS,
     LOOPS,
     REDUCTIONS,
+    SLICES,
     SOURCES,
     TRANSCENDENTAL,
     VIEWS,
     WHOLE_OPERANDS,
+    WRITING,
     flops_of_product,
     is_attention,
 )
@@ -307,6 +309,10 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
         return turns * max((program_seconds(body, rates) for body in running(eqn, rates.platform)), default=0.0)
     written = sum(array_bytes(var) for var in eqn.outvars if is_stored(var))
     read = sum(array_bytes(atom) for atom in {*filter(lambda a: not is_literal(a), eqn.invars)} if is_stored(atom))
+    if name in SLICES:
+        read = min(read, sum(map(array_bytes, eqn.outvars)))
+    elif name == WRITING:
+        read = written = min(read, array_bytes(eqn.invars[1]))
     time = (written + read) / rates.nbytes
     if eqn.params.get(SUMMED):
         time += _PASSES_OF_SUM * sum(map(array_bytes, eqn.outvars)) / rates.nbytes

@@ -91,6 +91,8 @@ BARRIER = "optimization_barrier"
 ALIASES = RESHAPES | NAMES | REPLICATIONS | {BARRIER}
 SOURCES = frozenset(("broadcast_in_dim", "iota"))
 DECODING = frozenset(("memjax_decode",))  # of a code, in a plan: compilers do it in whatever reads the array
+SLICES = frozenset(("slice", "dynamic_slice", "gather"))  # of their operand they read what they give
+WRITING = "dynamic_update_slice"  # a slice into an array, in place where nothing else reads that
 MOVES = SOURCES | REPLICATIONS | frozenset(("slice", "dynamic_slice", "split", "gather", "pad", "concatenate", "rev"))
 SMOOTH = AFFINE | VIEWS | MOVES | NAMES | frozenset(_MORE_SMOOTH.split())
 
