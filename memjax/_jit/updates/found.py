@@ -19,6 +19,7 @@ from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import expensive
 from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._plan.tile.resized import Resized
+from memjax.compress._state.kernel_call import UPDATE
 
 TURNS = Positions(0, 1)
 _LITTLE = 16  # times less than gradients
@@ -63,7 +64,15 @@ def updates(program: Program, donated: Mapping[Any, Any], platform: str) -> list
 
 
 def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """The states of an equation's outputs. An iota along the axis of turns keeps them apart: it numbers places in a stack."""
+    """The states of an equation's outputs. An iota along the axis of turns keeps them apart: it numbers places in a stack.
+
+    So does the kernel of an update of stacks alone.
+    """
+    if eqn.primitive is UPDATE:
+        stacks = [state for atom, state in zip(eqn.invars, states, strict=True) if shape_of(atom)]
+        if any(state != TURNS for state in stacks) or any(shape_of(out)[0] != walk.length for out in eqn.outvars):
+            raise Mixed("a kernel has all turns")
+        return [TURNS] * len(eqn.outvars)
     inner = elements_of_turn(eqn, walk.length)
     return [Positions(0, inner)] if inner else apply_rule(walk, eqn, states)
 
@@ -100,7 +109,8 @@ class Growth:
     def _add(self, i: int, eqn: Any, after: set[Any]) -> None:
         follows = not after.isdisjoint(self._flow.reads[i])
         is_lost = any(var in after and var not in self.states for var in self._flow.reads[i])
-        if eqn is self._loop or is_lost or expensive(eqn) or not (follows or self._is_of_stacks(eqn)):
+        is_far = expensive(eqn) and eqn.primitive is not UPDATE
+        if eqn is self._loop or is_lost or is_far or not (follows or self._is_of_stacks(eqn)):
             return
         try:
             outs = rule(self._walk, eqn, list(map(self._state, eqn.invars)))

@@ -28,7 +28,7 @@ from memjax._jit.updates.reasons import reasons
 from memjax._jit.updates.twice import twice
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.rewrite import in_order
-from memjax.compress._state.kernel_call import UPDATE, arithmetic
+from memjax.compress._state.kernel_call import UPDATE, arithmetic, call_for_turn, can_run_turns
 
 _SMALL = 2**16  # bytes
 _PROPOSAL = (
@@ -132,17 +132,25 @@ def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform:
 def _found(
     program: Program, donated: Mapping[Any, Any], platform: str, failed: Collection[int]
 ) -> tuple[Program, list[Update]]:
-    """The updates but those of loops that failed, and the program in which they are, of which kernels are arithmetic."""
+    """The updates but those of loops that failed, and the program in which they are.
+
+    Kernels in it that cannot move as they are, are arithmetic, if that can.
+    """
     kernels = [eqn for eqn in program.eqns if eqn.primitive is UPDATE]
+    whole = [eqn for eqn in kernels if can_run_turns(eqn.params["region"])]
+    opened = [eqn for eqn in kernels if eqn not in whole]
     while True:
-        opened = _with_arithmetic(program, kernels)
-        all_found = [one for one in updates(opened, donated, platform) if id(one.loop) not in failed]
-        found = _apart(opened, all_found, platform)
+        changed = _with_arithmetic(program, opened)
+        all_found = [one for one in updates(changed, donated, platform) if id(one.loop) not in failed]
+        found = _apart(changed, all_found, platform)
         moved = made_by(eqn for one in found for eqn in one.eqns)
-        staying = [eqn for eqn in kernels if not moved.keys() >= set(eqn.outvars)]
-        if not staying:
-            return opened, found
-        kernels = [eqn for eqn in kernels if eqn not in staying]
+        stays = lambda eqn, moved=moved: not moved.keys() >= set(eqn.outvars)
+        if stuck := [*filter(stays, whole)]:  # those that are arithmetic have another try with these
+            whole, opened = [eqn for eqn in whole if eqn not in stuck], [*opened, *stuck]
+        elif any(map(stays, opened)):
+            opened = [eqn for eqn in opened if not stays(eqn)]
+        else:
+            return changed, found
 
 
 def _apart(program: Program, found: Sequence[Update], platform: str) -> list[Update]:
@@ -197,6 +205,11 @@ class _InLoop:
         for eqn in update.eqns:
             if inner := elements_of_turn(eqn, loop.params["length"]):
                 update.run.calls[eqn.outvars[0]] = functools.partial(self._count, eqn.outvars[0].aval, inner)
+            elif eqn.primitive is UPDATE:
+                update.run.calls[eqn.outvars[0]] = functools.partial(self._by_kernel, eqn.params["region"])
+
+    def _by_kernel(self, region: Any, values: Arrays, size: int) -> Arrays:
+        return call_for_turn(region, jnp.asarray(self._number), values)
 
     def _count(self, aval: Any, inner: int, values: Arrays, size: int) -> Arrays:
         first = jnp.asarray(self._number).astype(aval.dtype) * jnp.asarray(inner, aval.dtype)

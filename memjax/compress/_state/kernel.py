@@ -45,6 +45,11 @@ def suits(shape: tuple[int, ...]) -> bool:
     return is_whole and _FEWEST <= count < 2**31
 
 
+def suits_turns(shape: tuple[int, ...]) -> bool:
+    """The same of each entry along the first axis, which a turn of a loop has."""
+    return suits(shape[1:])
+
+
 def can_run(region: Any) -> bool:
     """Whether what is read and written are codes, and arrays of numbers."""
     is_decoded = lambda eqn: eqn.primitive is operations.DECODE and any(var not in region.inputs for var in eqn.invars)
@@ -54,10 +59,17 @@ def can_run(region: Any) -> bool:
     )
 
 
-def run(region: Any, values: Sequence[Array]) -> list[Array]:
-    """The outputs of a region for the values of its inputs."""
+def run(region: Any, values: Sequence[Array], turn: Array | None = None) -> list[Array]:
+    """The outputs of a region for the values of its inputs.
+
+    Args:
+      region: what is computed.
+      values: of its inputs; arrays have one entry along their first axis if there is a `turn`.
+      turn: the number of the entry. Which way values are rounded follows from their places in the whole array.
+    """
     interpret = not kernels.has_kernels()  # in tests
-    blocks = math.prod(region.shape) // BLOCK
+    turns = 1 if turn is None else region.shape[0]
+    blocks = math.prod(region.shape) // turns // BLOCK
     rows = math.gcd(blocks, _ROWS)
     place = {var: i for i, var in enumerate(region.inputs)}
     aliases, outs = {}, []
@@ -66,9 +78,10 @@ def run(region: Any, values: Sequence[Array]) -> list[Array]:
         is_place = old in place and old.aval.shape == out.aval.shape and old.aval.dtype.itemsize == dtype.itemsize
         if is_place and place[old] not in aliases:
             aliases[place[old]], dtype = i, old.aval.dtype
-        outs.append(((out.aval.size,), dtype))
+        outs.append(((out.aval.size // turns,), dtype))
     args = [value.astype(jnp.int32) if value.dtype == jnp.bool_ else value for value in values]
     args += [1 / values[place[var]] for var in _divisors(region)]
+    args += [] if turn is None else [turn.astype(jnp.uint32) * u32(blocks * BLOCK % 2**32)]
     results = kernels.call_on_whole_arrays(
         functools.partial(_body, region, rows, interpret),
         [arg.reshape(-1) for arg in args],
@@ -79,7 +92,7 @@ def run(region: Any, values: Sequence[Array]) -> list[Array]:
         input_output_aliases=aliases,
     )
     return [
-        lax.bitcast_convert_type(result, out.aval.dtype).reshape(out.aval.shape)
+        lax.bitcast_convert_type(result, out.aval.dtype).reshape(out.aval.shape[0] // turns, *out.aval.shape[1:])
         for result, out in zip(results, region.outputs, strict=True)
     ]
 
@@ -118,6 +131,8 @@ class _Tile:
         self.refs = dict(zip(region.inputs, refs[: len(region.inputs)], strict=True))
         divisors = _divisors(region)
         self.inverses = dict(zip(divisors, refs[len(region.inputs) :][: len(divisors)], strict=True))
+        others = refs[len(region.inputs) + len(divisors) : len(refs) - len(region.outputs)]
+        self.first = others[0][0] if others else None  # place in the array of the whole region
         self.makers = {eqn.outvars[0]: eqn for eqn in region.eqns}
         self.values: dict[Any, list[Array]] = {}  # in each part
         self.codes: dict[Any, tuple[list[Any], list[Array]]] = {}  # where they lie, and what they are
@@ -202,7 +217,8 @@ class _Tile:
         return list(zip(*map(self.operand, atoms), strict=True))
 
     def _random(self, seed: Any, purpose: int) -> list[Array]:
-        return [noise.at(u32(place), self.number(seed), purpose) for place in self.in_array]
+        places = [u32(place) if self.first is None else u32(place) + self.first for place in self.in_array]
+        return [noise.at(place, self.number(seed), purpose) for place in places]
 
     def _decoded(self, eqn: Any) -> list[Array]:
         codes, exponents = (self.refs[var] for var in eqn.invars)

@@ -1,7 +1,8 @@
 """A kernel of an update as one equation, so that whoever traces a step can see what it computes, and move that.
 
-`memjax.jit` runs updates of stacked weights in the loops of backward passes. There it takes the arithmetic of an equation, not
-its kernel: a slice would be copied to a kernel and back.
+`memjax.jit` runs updates of stacked weights in the loops of backward passes. There a kernel has the entry of a turn, which is
+copied to it and back: 16 bytes a parameter. The arithmetic of an equation moves more, as its moments are float32 between passes,
+and so are those of several arrays at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,17 @@ def call(region: Any, values: Sequence[Any]) -> list[Any]:
         *values
     ):  # types of results say over which axes of a mesh they vary: the kernel's own equation knows
         return kernel.run(region, values)
-    return UPDATE.bind(*values, region=region)
+    return UPDATE.bind(*values, region=region, is_turn=False)
+
+
+def call_for_turn(region: Any, turn: Any, values: Sequence[Any]) -> list[Any]:
+    """The same of one entry along the first axis of all arrays, by its number."""
+    return UPDATE.bind(*values, turn, region=region, is_turn=True)
+
+
+def can_run_turns(region: Any) -> bool:
+    """Whether there is a kernel for that."""
+    return kernel.suits_turns(region.shape)
 
 
 def arithmetic(region: Any, values: Sequence[Any]) -> list[Any]:
@@ -43,16 +54,23 @@ def arithmetic(region: Any, values: Sequence[Any]) -> list[Any]:
     return read(env, region.outputs)
 
 
-def _run(*values: Any, region: Any) -> list[Any]:
-    return kernel.run(region, values)
+def _run(*values: Any, region: Any, is_turn: bool) -> list[Any]:
+    if is_turn:
+        return kernel.run(region, values[:-1], values[-1])
+    return kernel.run(region, values) if kernel.suits(region.shape) else arithmetic(region, values)
 
 
-def _batched(values: Sequence[Any], dims: Any, *, region: Any) -> tuple[list[Any], list[int]]:
-    outs = jax.vmap(functools.partial(_run, region=region), in_axes=dims)(*values)
+def _types(*_: Any, region: Any, is_turn: bool) -> list[Any]:
+    shape = lambda out: (1, *out.aval.shape[1:]) if is_turn else out.aval.shape
+    return [ShapedArray(shape(out), out.aval.dtype) for out in region.outputs]
+
+
+def _batched(values: Sequence[Any], dims: Any, **params: Any) -> tuple[list[Any], list[int]]:
+    outs = jax.vmap(functools.partial(_run, **params), in_axes=dims)(*values)
     return outs, [0] * len(outs)
 
 
-UPDATE.def_abstract_eval(lambda *_, region: [ShapedArray(out.aval.shape, out.aval.dtype) for out in region.outputs])
-UPDATE.def_impl(lambda *values, region: jax.jit(functools.partial(_run, region=region))(*values))
+UPDATE.def_abstract_eval(_types)
+UPDATE.def_impl(lambda *values, **params: jax.jit(functools.partial(_run, **params))(*values))
 mlir.register_lowering(UPDATE, mlir.lower_fun(_run, multiple_results=True))
 batching.primitive_batchers[UPDATE] = _batched

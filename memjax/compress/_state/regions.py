@@ -196,4 +196,4 @@ def _shape(eqn: Any) -> tuple[int, ...] | None:
         is_copy = eqn.primitive.name == "broadcast_in_dim" and not avals[0].shape
         if not is_copy and not (kernel.has(eqn) and all(aval.shape in (shape, ()) for aval in avals)):
             return None
-    return shape if kernel.suits(shape) else None
+    return shape if kernel.suits(shape) or kernel.suits_turns(shape) else None
