@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from memjax._core.arrays import is_float
+from memjax._core.arrays import is_float, is_on_host
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import (
     bodies,
@@ -170,10 +170,6 @@ def _stacks(jaxpr, outer: str) -> Iterator[str]:
             yield from _stacks(body, stack)
 
 
-def _on_host(aval) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
 def _is_alias(eqn) -> bool:
     if primitive_name(eqn) == "reduce_precision":
         info = jnp.finfo(eqn.invars[0].aval.dtype)
@@ -280,7 +276,7 @@ class _Forward:
             aval,
             _local_bytes(aval, place[-1], index, self.walk.devices),
             self.walk.devices,
-            _on_host(aval),
+            is_on_host(aval),
             step,
             place,
             index,

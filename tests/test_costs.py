@@ -95,3 +95,10 @@ def test_slices_cost_what_they_move_however_large_the_array_is():
         eqns = equations(turn, (length, *row[1:]), row)
         found = sum(costs.seconds(eqn, H200, lambda var: True) for eqn in eqns)
         assert found == pytest.approx(3 * H200.start + (2 + 3 + 2) * 2**21 / H200.nbytes)
+
+
+def test_what_moves_to_the_host_passes_the_link():
+    space = jax.memory.Space
+    eqns = equations(lambda x, y: jax.device_put((x, y), (space.Host, space.Device)), (1024, 1024), (8,))
+    found = sum(costs.seconds(eqn, H200, lambda var: True) for eqn in eqns)
+    assert found == pytest.approx(H200.start + 2 * 2**20 / H200.link)

@@ -129,6 +129,14 @@ def test_several_gpus_need_shardings_over_them(args, said):
     assert "def FACTORY(devices)" in str(error.value)
 
 
+def test_arguments_on_the_host_are_refused():
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    with pytest.raises(
+        CommandError, match="--devices 1xCPU needs arguments on the GPUs: JAX tells no memory of the host"
+    ):
+        placed((jnp.ones(2), jax.device_put(jnp.ones(2), on_host)), Gpus("1xCPU", FOUR[:1], 0, 1.0))
+
+
 def test_a_factory_may_take_the_devices():
     assert made("ahead:split", FOUR)[1][1].sharding.device_set == {*FOUR}
     assert made("ahead:split")[1][1].sharding.device_set == {*jax.devices()}

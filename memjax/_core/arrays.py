@@ -31,6 +31,11 @@ def anywhere(value: Any) -> Any:
     return aval.update(sharding=None) if is_automatic else aval
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether values of this type lie in the memory of the host."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def as_array(value: Any) -> Array:
     """The value as a JAX array. An array of JAX is not copied, as `jnp.asarray` copies it outside of `jit`."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)

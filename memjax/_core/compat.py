@@ -198,6 +198,11 @@ def is_described(device: Any) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
+def typed_on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The same, so that it is traced as an array with its sharding in the memory of the host is. JAX 0.10 cannot do that."""
+    return struct.update(_memory_space=jax.memory.Space.Host) if hasattr(struct, "_memory_space") else struct
+
+
 def is_x64() -> bool:
     """The setting of `jax.enable_x64`."""
     return bool(getattr(jax.config, "jax_enable_x64", False))

@@ -18,6 +18,11 @@ def own_sharding(value: Any) -> Any:
     return getattr(value, "sharding", None) if getattr(value, "committed", True) else None
 
 
+def is_on_host(sharding: Any) -> bool:
+    """Whether arrays lie in the memory of the host, which JAX moves to a device where a step says so."""
+    return getattr(sharding, "memory_kind", None) == "pinned_host"
+
+
 def parts(sharding: Any, but: Collection[str] = ()) -> int:
     """Into how many parts an array is divided over devices, along all axes but these."""
     return parts_by(sharding.mesh, sharding.spec, but) if isinstance(sharding, NamedSharding) else 1

@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
-from memjax._core.compat import is_described
-from memjax._core.meshes import device_of, devices_of, own_sharding, platform_of
+from memjax._core.compat import is_described, typed_on_host
+from memjax._core.meshes import device_of, devices_of, is_on_host, own_sharding, platform_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,18 +24,29 @@ _described: dict[str, Any] = {}  # devices that are not there, by kind
 
 
 def traced_for_arguments(f: Callable[P, R]) -> Callable[P, R]:
-    """`f`, which traces programs, for the devices of its arguments, if these are not there.
+    """`f`, which traces programs, for the devices of its arguments, if these are not there, and for the memories of types.
 
     JAX traces for the devices of this machine, unless its abstract mesh names another. Traces are kept by that mesh, and it is
-    there again where equations are lowered.
+    there again where equations are lowered. Arrays on the host have types of their own; types of arrays there have not.
     """
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _traced_for([own_sharding(leaf) for leaf in jax.tree.leaves((args, kwargs))]):
-            return f(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        shardings = list(map(own_sharding, leaves))
+        every: Any = args, kwargs
+        if any(map(_is_type_on_host, leaves)):
+            every = jax.tree.unflatten(
+                tree, [typed_on_host(leaf) if _is_type_on_host(leaf) else leaf for leaf in leaves]
+            )
+        with _traced_for(shardings):
+            return f(*every[0], **every[1])
 
     return run
+
+
+def _is_type_on_host(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and is_on_host(own_sharding(leaf))
 
 
 def _traced_for(shardings: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

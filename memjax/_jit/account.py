@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from memjax._core.arrays import is_on_host
 from memjax._core.check import readable_bytes
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.scopes import Paths
@@ -116,7 +117,7 @@ def beside(traced: Any, layout: Layout) -> tuple[int, int]:
     closed = traced.jaxpr
     sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
     # New parameters, say, are taken to be split over devices as the old ones.
-    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
+    alike = {type_of(aval): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
     return sum(sizes), bytes_of_results(traced, alike)
 
 
@@ -125,13 +126,18 @@ def bytes_of_results(traced: Any, local: Mapping[Any, int] | None = None, *, all
 
     Args:
       traced: the step.
-      local: by shape and dtype, bytes of a device's part of such a result. Others count as whole arrays.
+      local: by type, bytes of a device's part of such a result, see `type_of`. Others count as whole arrays.
       all_donated: as if all arguments were donated.
     """
     local = local or {}
     avals = traced.jaxpr.out_avals
     donated = donated_results(traced, all_donated=all_donated)
-    return sum(local.get((aval.shape, aval.dtype), nbytes(aval)) for i, aval in enumerate(avals) if i not in donated)
+    return sum(local.get(type_of(aval), nbytes(aval)) for i, aval in enumerate(avals) if i not in donated)
+
+
+def type_of(aval: Any) -> Any:
+    """What results have in common with arguments in whose memory they can lie."""
+    return aval.shape, aval.dtype, is_on_host(aval)
 
 
 def donated_results(traced: Any, *, all_donated: bool = False) -> dict[int, int]:
@@ -139,11 +145,9 @@ def donated_results(traced: Any, *, all_donated: bool = False) -> dict[int, int]
     given: dict[Any, list[int]] = {}
     for k, info in enumerate(jax.tree.leaves(traced.args_info)):
         if info.donated or all_donated:
-            given.setdefault((info._aval.shape, info._aval.dtype), []).append(k)
+            given.setdefault(type_of(info._aval), []).append(k)
     lists = {kind: iter(numbers) for kind, numbers in given.items()}
-    pairs = (
-        (i, next(lists.get((aval.shape, aval.dtype), iter(())), None)) for i, aval in enumerate(traced.jaxpr.out_avals)
-    )
+    pairs = ((i, next(lists.get(type_of(aval), iter(())), None)) for i, aval in enumerate(traced.jaxpr.out_avals))
     return {i: k for i, k in pairs if k is not None}
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from memjax._core.arrays import is_on_host
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import Dataflow, flow_of, is_literal
 from memjax._core.program.jaxpr import nbytes
@@ -32,6 +33,7 @@ from memjax._core.program.primitives import (
     SLICES,
     SOURCES,
     TRANSCENDENTAL,
+    TRANSFERS,
     VIEWS,
     WHOLE_OPERANDS,
     WRITING,
@@ -307,6 +309,10 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     if name in _HOLDERS:
         turns = eqn.params["length"] if name == "scan" else 1
         return turns * max((program_seconds(body, rates) for body in running(eqn, rates.platform)), default=0.0)
+    if name in TRANSFERS:
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        moved = [array_bytes(out) for atom, out in pairs if is_on_host(atom.aval) != is_on_host(out.aval)]
+        return sum(moved) / rates.link + rates.start * len(moved)
     written = sum(array_bytes(var) for var in eqn.outvars if is_stored(var))
     read = sum(array_bytes(atom) for atom in {*filter(lambda a: not is_literal(a), eqn.invars)} if is_stored(atom))
     if name in SLICES:

@@ -92,6 +92,7 @@ ALIASES = RESHAPES | NAMES | REPLICATIONS | {BARRIER}
 SOURCES = frozenset(("broadcast_in_dim", "iota"))
 DECODING = frozenset(("memjax_decode",))  # of a code, in a plan: compilers do it in whatever reads the array
 SLICES = frozenset(("slice", "dynamic_slice", "gather"))  # of their operand they read what they give
+TRANSFERS = frozenset(("device_put",))  # between the memories of the host and of devices
 WRITING = "dynamic_update_slice"  # a slice into an array, in place where nothing else reads that
 MOVES = SOURCES | REPLICATIONS | frozenset(("slice", "dynamic_slice", "split", "gather", "pad", "concatenate", "rev"))
 SMOOTH = AFFINE | VIEWS | MOVES | NAMES | frozenset(_MORE_SMOOTH.split())
@@ -102,7 +103,10 @@ EXPENSIVE = (
 """Worth keeping rather than recomputing. Everything else is bound by memory traffic and fuses."""
 
 WHOLE_OPERANDS = (
-    (EXPENSIVE - LOOPS) | SCATTERS | {"reduce_window_max", "cumsum", "cumlogsumexp", "cummax", "top_k", "concatenate"}
+    (EXPENSIVE - LOOPS)
+    | SCATTERS
+    | TRANSFERS
+    | {"reduce_window_max", "cumsum", "cumlogsumexp", "cummax", "top_k", "concatenate"}
 )
 """A compiler writes the operands of these to memory: it fuses nothing into them."""
 

@@ -16,7 +16,7 @@ from memjax._core.positions.walk import Mixed, Positions, State, Summed, Walk, s
 from memjax._core.program import dataflow
 from memjax._core.program.dataflow import is_literal, made_by, read_by
 from memjax._core.program.jaxpr import Program, nbytes
-from memjax._core.program.primitives import expensive
+from memjax._core.program.primitives import TRANSFERS, expensive
 from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._plan.tile.resized import Resized
 from memjax.compress._state.kernel_call import UPDATE
@@ -66,13 +66,15 @@ def updates(program: Program, donated: Mapping[Any, Any], platform: str) -> list
 def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """The states of an equation's outputs. An iota along the axis of turns keeps them apart: it numbers places in a stack.
 
-    So does the kernel of an update of stacks alone.
+    So do the kernel of an update of stacks alone, and what moves them between the host and a device.
     """
     if eqn.primitive is UPDATE:
         stacks = [state for atom, state in zip(eqn.invars, states, strict=True) if shape_of(atom)]
         if any(state != TURNS for state in stacks) or any(shape_of(out)[0] != walk.length for out in eqn.outvars):
             raise Mixed("a kernel has all turns")
         return [TURNS] * len(eqn.outvars)
+    if eqn.primitive.name in TRANSFERS:
+        return states
     inner = elements_of_turn(eqn, walk.length)
     return [Positions(0, inner)] if inner else apply_rule(walk, eqn, states)
 

@@ -3,6 +3,7 @@
 - A checkpoint round a whole loss is opened: the derivative of its loop over layers is inside of it. What it computes again counts
   as a forward pass, whose loop a plan can run again by layers. Computed all at once, it would be kept as a whole anyway.
 - A condition on updates, such as those of `optax.MultiSteps` and `optax.apply_if_finite`, is a selection: elementwise, and cheap.
+- What one equation moves between the memories of host and device is moved array by array.
 - A sum over a whole stack of gradients is the sum of those of turns. The first can be made in the loop.
 """
 
@@ -20,7 +21,7 @@ from memjax._core.lists import Arrays
 from memjax._core.positions.walk import shape_of
 from memjax._core.program.dataflow import is_literal, made_by, renamed, variables
 from memjax._core.program.jaxpr import Program, as_closed, bind, calls_in_place, inside, trace
-from memjax._core.program.primitives import CHECKPOINTS, REDUCTIONS, expensive
+from memjax._core.program.primitives import CHECKPOINTS, REDUCTIONS, TRANSFERS, expensive
 from memjax._jit.updates.loops import backward_loops, gradients_of
 
 Function = Callable[..., Arrays]
@@ -29,7 +30,7 @@ _AGAIN = "rematted_computation"  # in the name stack of what a checkpoint comput
 
 def ready(program: Program) -> Program:
     """The program, straight lines of equations, written so that updates can be found in it."""
-    program = with_others(program, _without_checkpoint)
+    program = with_others(with_others(program, _without_checkpoint), _array_by_array)
     program = dataclasses.replace(program, eqns=_with_forward_marks(program.eqns))
     loops = backward_loops(program)
     if not loops:
@@ -80,6 +81,13 @@ def _without_checkpoint(eqn: Any) -> Function | None:
     if "scan" not in names or not names.isdisjoint(CHECKPOINTS):
         return None
     return lambda *values: eval_jaxpr(body.jaxpr, body.consts, values)
+
+
+def _array_by_array(eqn: Any) -> Function | None:
+    if eqn.primitive.name not in TRANSFERS or len(eqn.invars) == 1:
+        return None
+    params = [{name: each[i : i + 1] for name, each in eqn.params.items()} for i in range(len(eqn.invars))]
+    return lambda *values: [eqn.primitive.bind(x, **own)[0] for x, own in zip(values, params, strict=True)]
 
 
 def _with_forward_marks(eqns: Sequence[Any]) -> list[Any]:

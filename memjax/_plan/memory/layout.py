@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from memjax._core.arrays import is_on_host
 from memjax._core.compat import is_batched, is_tracer, scan_counts
-from memjax._core.meshes import own_sharding, parts, split_over, with_devices
+from memjax._core.meshes import device_of, own_sharding, parts, split_over, with_devices
 from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import calls_in_place, nbytes
 
@@ -142,7 +143,9 @@ def _split(shape: Sequence[int], mesh: jax.sharding.Mesh, is_scanned: bool) -> P
 
 
 def local_bytes(aval: Any, sharding: Any) -> int:
-    """Bytes of a device's part of an array."""
+    """Bytes of a device's part of an array; none of one on the host. CPUs have but one memory, under several names."""
+    if is_on_host(aval) and device_of([sharding]).platform != "cpu":
+        return 0
     return nbytes(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
 
 
