@@ -58,6 +58,8 @@ class Config:
     """Bits of each value of AdamW's moments: 8 or 4 in codes, 32 for float32."""
     master: Literal["rounded", "split"] = "rounded"
     """bfloat16 weights alone, rounded at random, or float32 masters whose upper halves they are."""
+    state: Literal["device", "host"] = "device"
+    """Where AdamW's moments lie. From the host a step moves those of one layer at a time, and back."""
     policy: Literal["plan", "checkpoint"] = "plan"
     """`memjax.jit`, or `jax.jit` with `jax.checkpoint` round each layer."""
     budget: str = "75GiB"
@@ -139,7 +141,10 @@ def begin(config: Config) -> tuple[Any, Any]:
         return normal(key, struct.shape, scale)
 
     params = jax.tree_util.tree_map_with_path(weight, parameters(config))
-    return params, jax.jit(optimizer(config).init)(params)
+    state = jax.jit(optimizer(config).init)(params)
+    if config.state == "host":
+        state = jax.device_put(state, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    return params, state
 
 
 def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -173,7 +178,11 @@ def step_of(config: Config) -> Callable[..., Any]:
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, tokens)
+        if config.state == "host":
+            state = jax.device_put(state, jax.memory.Space.Device)
         updates, state = tx.update(gradients, state, params)
+        if config.state == "host":
+            state = jax.device_put(state, jax.memory.Space.Host)
         return optax.apply_updates(params, updates), state, value
 
     return forward_backward if config.forward_backward else step
@@ -181,8 +190,10 @@ def step_of(config: Config) -> Callable[..., Any]:
 
 def jitted(config: Config, budget: int | str) -> Any:
     options: dict[str, Any] = {} if config.forward_backward else {"donate_argnums": (0, 1)}
-    if config.policy == "checkpoint":
+    if config.policy == "checkpoint" and config.ahead is None:
         return jax.jit(step_of(config), **options)
+    if config.policy == "checkpoint":
+        budget = 2**60  # the program of `jax.jit`, traced for the GPU that is not there
     return memjax.jit(step_of(config), budget=budget, allow=config.allow, cache_dir=config.cache_dir, **options)
 
 
@@ -213,6 +224,8 @@ def kinds(memory: Any, count: int) -> dict[str, Any]:
 
 def compile_ahead(config: Config, count: int) -> dict[str, Any]:
     assert config.ahead is not None
+    if config.state == "host":
+        raise SystemExit("--state host needs the GPU: JAX knows no memory of the host beside one that is not there")
     jax.devices()  # the backend of this machine has to exist first
     text = config.ahead.read_text()
     topology: Any = topologies.get_topology_desc(

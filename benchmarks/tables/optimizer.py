@@ -50,10 +50,11 @@ def _losses() -> str:
 
 
 def _whole_step() -> str:
-    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead", "8b_h200")]
+    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead", "8b_h200", "33b_h200")]
     ways = {"checkpoint": "`jax.checkpoint` a layer, `jax.jit`", "plan": "`memjax.jit`"}
     body = [
         [
+            f"{row['parameters'] / 1e9:.1f}",
             ways[row["policy"]],
             f"{row['device'].split()[1]}, {row['tokens']:,}",
             f"{row['arguments'] / 2**30:.1f}",
@@ -66,7 +67,8 @@ def _whole_step() -> str:
         for row in rows
     ]
     header = [
-        "8.03 10^9 parameters",
+        "10^9 parameters",
+        "by",
         "GPU, tokens",
         "weights and state, GiB",
         "temporaries",
