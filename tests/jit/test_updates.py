@@ -121,12 +121,21 @@ def test_results_are_the_same(name, x64):
         close(jax.jit(step)(*wanted[:2], args[2]), found, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize(("wrap", "bits"), [(compress.split_master, 4), (compress.stochastic_round, 8)])
+@pytest.mark.parametrize(
+    ("wrap", "bits", "kernels"),
+    [
+        (compress.split_master, 4, ""),
+        (compress.split_master, 4, "whole"),
+        (compress.stochastic_round, 8, "whole"),
+        (compress.stochastic_round, 8, "of turns alone"),
+    ],
+)
 def test_values_are_rounded_as_before(wrap, bits, kernels, monkeypatch):
     """Which way a value goes follows from its place in the whole array: the same bits, by operations that round the same."""
     if kernels:
         monkeypatch.setattr(kernel, "_FEWEST", 1024)
+        if kernels == "of turns alone":
+            monkeypatch.setattr(kernel, "_MOST", WIDTH * 2 * WIDTH * LAYERS)
         monkeypatch.setattr(regions, "has_kernels", lambda: True)
         monkeypatch.setattr(regions, "is_of_one_device", lambda aval: True)  # of the eight that tests have
     tx = wrap(memjax.compressed(optax.sgd(2.0**-6, momentum=0.5), bits=bits))

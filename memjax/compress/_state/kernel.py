@@ -21,6 +21,7 @@ from memjax.compress._state import minifloat, noise, operations
 from memjax.compress._state.minifloat import BLOCK
 
 _FEWEST = 2**16  # values of an array for which the kernel pays
+_MOST = 2**31  # of an array: places in it are of 32 bits
 _FEWEST_ROWS, _ROWS = 8, 64  # blocks of a program
 _VALUES = 16  # of a thread
 
@@ -42,7 +43,7 @@ def suits(shape: tuple[int, ...]) -> bool:
     """Whether blocks of arrays of this shape lie one after another in memory, and a kernel is worth it."""
     count = math.prod(shape)
     is_whole = bool(shape) and shape[-1] % BLOCK == 0 and count % (_FEWEST_ROWS * BLOCK) == 0
-    return is_whole and _FEWEST <= count < 2**31
+    return is_whole and _FEWEST <= count < _MOST
 
 
 def suits_turns(shape: tuple[int, ...]) -> bool:
