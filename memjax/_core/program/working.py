@@ -13,7 +13,7 @@ from jax.extend import core
 from memjax._core.compat import makes_two_words, scan_counts
 from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
-from memjax._core.program.dataflow import Dataflow, flow_of, made_by, variables
+from memjax._core.program.dataflow import Dataflow, flow_of, made_by, read_by, variables
 from memjax._core.program.jaxpr import calls_in_place
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS, WHOLE_OPERANDS
 
@@ -190,7 +190,7 @@ def _moment_in(body: Any, carry: _Carry) -> tuple[Moment, Sequence[Any]]:
     program = calls_in_place(closed, differentiable=False)
     before, slices = program.invars[carry.start : carry.stop], program.invars[carry.stop :]
     flow = breadth_first(Dataflow(program.eqns), program.outvars)
-    whole = variables(atom for eqn in flow.eqns if eqn.primitive.name in WHOLE_OPERANDS for atom in eqn.invars)
+    whole = read_by(eqn for eqn in flow.eqns if eqn.primitive.name in WHOLE_OPERANDS)
     read = {flow.names.get(var, var) for var in whole}
     copies = [var for var in slices if var in read] if carry.has_slices else []
     others = {*program.invars, *program.constvars}.difference(before, copies)
