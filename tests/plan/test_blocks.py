@@ -1,6 +1,7 @@
 """Plans that run the turns of a loop again in blocks, from states that are kept (Gruslys et al. 2016)."""
 
 import functools
+import itertools
 import json
 
 import jax
@@ -9,7 +10,10 @@ import pytest
 from jax import lax
 
 import memjax
+from memjax._core.program import costs
 from memjax._plan.result import Stretch
+from memjax._plan.schedule.choose import Steps
+from memjax._plan.solve.loops import _schedules
 from tests.remat.scan.scan_cases import arguments, close, loss, lstm, lstm_shapes
 
 LENGTH = 37
@@ -96,3 +100,25 @@ def test_damaged_blocks_are_refused(changes):
     plan = with_blocks(plan_in_blocks(False), **{"block": 4, "tail": 1, "levels": [9], "slots": 0} | changes)
     with pytest.raises(ValueError, match="plan must be what"):
         jax.grad(memjax.planned(f, plan=plan), (0, 1, 2))(*args)
+
+
+def test_a_block_of_one_turn_stacks_nothing():
+    """It is backpropagated as it runs: beside the runs that its schedule says nothing runs again, whatever a turn would keep."""
+    forward, again, length = 1.0, 1.5, 200
+    row = jax.core.ShapedArray((64,), jnp.float32)
+    device = costs.device()
+    found = _schedules(Steps(length, [row], [row]), forward, again, device)
+    tables = [(plan, seconds) for plan, seconds in found if plan.schedule is not None]
+    assert 1 in {plan.block for plan, _ in tables}
+    for plan, seconds in tables:
+        assert seconds == pytest.approx(length * (plan.forward_runs - 1 + (plan.block > 1) * again), rel=0.02)
+
+
+def test_schedules_leave_no_large_gap():
+    """A budget between two of them is not left with a much slower one."""
+    row = jax.core.ShapedArray((64,), jnp.float32)
+    found = _schedules(Steps(1000, [row], [row] * 4), 1.0, 0.5, costs.device())
+    inner = lambda plan: max(plan.tail * 4, plan.block * 4 + sum(plan.levels[1:]) + 1)
+    points = sorted((256 * (plan.rows + inner(plan)), seconds) for plan, seconds in found)
+    for (few, slow), (more, fast) in itertools.pairwise(points):
+        assert more <= max(1.1 * few, few + 256) or slow - fast < 0.15 * 1000

@@ -8,6 +8,7 @@ JAX 0.11.2 they did not: moving 1,344 MiB out and back added 40 ms to a step, 96
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,8 @@ _FEWEST_TURNS = 8  # of a loop whose turns run again in blocks: of fewer there a
 _MOST_BODIES = 4  # ways to keep something of a turn, with each of which turns run again in blocks
 _MOST_RUNS = 10  # of a turn, forwards: less memory is seldom worth more
 _STEP = 1.25  # from one number of bytes that a schedule is made for to the next
+_FINEST = 1.04  # the same between two of which one takes much longer
+_WORTH_ANOTHER = 0.1  # of the time of the loop's forward pass: so much longer
 
 Parts = tuple[tuple[int, Option], ...]
 
@@ -144,20 +147,31 @@ def _schedules(steps: Steps, forward: float, of_turn: float, rates: costs.Device
     Args:
       steps: the turns.
       forward: seconds of a turn of the forward pass.
-      of_turn: seconds that a turn takes more in the backward pass.
+      of_turn: seconds that a turn takes more in the backward pass if what is kept of it is stacked. A block of one turn stacks
+        nothing: it is backpropagated as it runs.
       rates: of the device.
     """
     small = costs.in_loop("gpu" if rates.platform in ("cuda", "rocm") else rates.platform)
-    each = Costs(forward, 0.0, 0.0, small.loop, small.turn + steps.carry_nbytes / small.stack)
-    room = check_budget("min", steps.length, steps.carry_nbytes, steps.kept_nbytes)
+    each = Costs(forward, 0.0, of_turn, small.loop, small.turn + steps.carry_nbytes / small.stack)
+    within = lambda room: fastest(steps, room, each, mixed=False)
+    rooms = [check_budget("min", steps.length, steps.carry_nbytes, steps.kept_nbytes)]
     most = steps.carry_nbytes + steps.length * steps.kept_nbytes
-    found: dict[LoopPlan, float] = {}
-    while room < most:
-        plan, seconds = fastest(steps, room, each, mixed=False)
-        if plan.rows and plan.forward_runs <= _MOST_RUNS:
-            found[plan] = seconds - steps.length * forward + steps.length * of_turn
-        room = max(int(room * _STEP), room + 1)
-    return list(found.items())
+    while (larger := max(int(rooms[-1] * _STEP), rooms[-1] + 1)) < most:
+        rooms.append(larger)
+    by_room = {room: within(room) for room in rooms if room < most}
+    few = lambda room: by_room[room][0].forward_runs <= _MOST_RUNS
+    between = [*pairwise(by_room)]
+    while between:
+        low, high = between.pop()
+        middle, gained = math.isqrt(low * high), by_room[low][1] - by_room[high][1]
+        if few(high) and middle > _FINEST * low and gained > _WORTH_ANOTHER * steps.length * forward:
+            by_room[middle] = within(middle)
+            between += [(low, middle), (middle, high)]
+    return [
+        (plan, seconds - steps.length * forward)
+        for plan, seconds in dict(by_room[room] for room in sorted(by_room) if few(room)).items()
+        if plan.rows
+    ]
 
 
 def _best(found: Sequence[Option]) -> list[Option]:
