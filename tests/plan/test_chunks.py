@@ -123,6 +123,28 @@ def test_little_is_there_at_once():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), compiled(*args), whole(*args))
 
 
+def test_chunks_by_hand_take_no_less_memory():
+    """Of eight steps, though so short a loop has no 64 of them; and all states between chunks are kept, as by hand."""
+    args = parameters(jnp.float32), *data(160, 16, jnp.float32)
+
+    def by_hand(p, x, labels):
+        def chunk(h, rows):
+            end, hs = lax.scan(lambda h, x: ((h := jnp.tanh(x + h @ p["loop"])), h), h, rows[0] @ p["embed"] @ p["in"])
+            return end, head(p, hs, rows[1]).sum()
+
+        rows = jax.tree.map(lambda a: a.reshape(20, 8, *a.shape[1:]), (x, labels))
+        return lax.scan(jax.checkpoint(chunk), jnp.ones((16, WIDTH)), rows)[1].sum()
+
+    def plain(p, x, labels):
+        return head(p, loop(p["loop"], x @ p["embed"] @ p["in"])[1], labels).sum()
+
+    gradient = jax.jit(jax.grad(by_hand), compiler_options=memjax.remat_compiler_options("cpu"))
+    budget = gradient.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    plan = memjax.plan(plain, *args, budget=budget, allow=ALLOW)
+    assert plan.tiled[0].tile == 8
+    assert not any(one.in_blocks and one.in_blocks.slots for one in plan.stretches)
+
+
 def test_gradients_of_shared_values_are_summed_in_float32():
     """In bfloat16 each of the chunks would be rounded away beside the sum of those before."""
     x = jnp.ones((1024, 1, 1), jnp.bfloat16)

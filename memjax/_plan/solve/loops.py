@@ -107,10 +107,19 @@ def loop_options(
     every = [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
+    wanted = turn_of(pair, free).wanted
+
+    def of_one(option: Option) -> float:
+        """Seconds more than for the next state that a block of one turn runs: what is kept, and from that all that is wanted."""
+        first, then = pair.program.flow.needed(option.kept), pair.program.flow.needed(wanted, {*free, *option.kept})
+        made = ([*option.kept], first), ([*wanted], then)
+        programs = [dataclasses.replace(pair.program, outvars=outs, eqns=eqns) for outs, eqns in made]
+        return max(sum(costs.program_seconds(one, rates) for one in programs) - forward, 0.0)
+
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
     for option in _corners([part for one in again for _, part in one.parts])[:_MOST_BODIES]:
         steps = Steps(length, carry, [var.aval for var in option.kept])
-        again += [in_blocks(option, *one) for one in _schedules(steps, forward, option.seconds, rates)]
+        again += [in_blocks(option, *one) for one in _schedules(steps, forward, option.seconds, of_one(option), rates)]
     return [*every, *(one for one in _best(again) if one.in_blocks is not None)]
 
 
@@ -141,18 +150,22 @@ def remade(pair: LoopPair, there: set[Any]) -> set[Any]:
     return read - {*variables(pair.backward.invars)} - there
 
 
-def _schedules(steps: Steps, forward: float, of_turn: float, rates: costs.Device) -> list[tuple[LoopPlan, float]]:
+def _schedules(
+    steps: Steps, forward: float, of_turn: float, of_one: float, rates: costs.Device
+) -> list[tuple[LoopPlan, float]]:
     """Plans that run turns again in blocks, each with the seconds that it takes more than keeping all that is kept of a turn.
 
     Args:
       steps: the turns.
-      forward: seconds of a turn of the forward pass.
-      of_turn: seconds that a turn takes more in the backward pass if what is kept of it is stacked. A block of one turn stacks
-        nothing: it is backpropagated as it runs.
+      forward: seconds of a turn that makes the next state.
+      of_turn: seconds that a turn takes more in the backward pass if what is kept of it is stacked.
+      of_one: the same in a block of one turn, which stacks nothing: it makes all that its backward pass reads, and is
+        backpropagated then.
       rates: of the device.
     """
     small = costs.in_loop("gpu" if rates.platform in ("cuda", "rocm") else rates.platform)
-    each = Costs(forward, 0.0, of_turn, small.loop, small.turn + steps.carry_nbytes / small.stack)
+    turn = small.turn + steps.carry_nbytes / small.stack
+    each = Costs(forward, of_one, max(of_turn - of_one, 0.0), small.loop, turn)
     within = lambda room: fastest(steps, room, each, mixed=False)
     rooms = [check_budget("min", steps.length, steps.carry_nbytes, steps.kept_nbytes)]
     most = steps.carry_nbytes + steps.length * steps.kept_nbytes

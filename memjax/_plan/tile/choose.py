@@ -9,6 +9,7 @@ from typing import Any
 
 from memjax._plan.batch.passes import with_edges_of
 from memjax._plan.budget.decide import decide
+from memjax._plan.budget.stretches import loop_plan
 from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
@@ -16,6 +17,8 @@ from memjax._plan.result import Plan, Tiled
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
+
+_TWICE = 2.05  # runs of a loop, about two
 
 
 class Program:
@@ -128,11 +131,17 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         refused = message or refused
         if plan is not None and (best is None or measure(plan) < measure(best)):
             best = dataclasses.replace(plan, tiled=tiled)
-            if tiled[0] in program.chunks and budget != "min":  # smaller chunks take longer
-                break
+            if tiled[0] in program.chunks and budget != "min" and not _runs_more_than_twice(best):
+                break  # smaller chunks take longer
     if best is None:
         raise ValueError(refused)
     return best
+
+
+def _runs_more_than_twice(plan: Plan) -> bool:
+    """Whether a loop runs forwards more than twice: of chunks, the states between them are too many for the budget."""
+    loops = [loop_plan(stretch, is_early=False) for stretch in plan.stretches if stretch.in_blocks is not None]
+    return any(loop is not None and loop.forward_runs > _TWICE for loop in loops)
 
 
 def _hint(program: Program, allow: Sequence[str]) -> str:

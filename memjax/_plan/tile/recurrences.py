@@ -62,10 +62,14 @@ class Recurrence(NamedTuple):
         return max((shape_of(var)[dim] // self.length for var, dim in (*self.mapped, *outs)), default=1)
 
     def chunk(self, count: int) -> int:
-        """Turns of a chunk where there are about so many; 0: these would be too few."""
-        turns = self.length // count
-        is_long = self.length * self.of_turn >= _FEWEST_STEPS
-        return turns if is_long and turns * self.of_turn >= _FEWEST_IN_CHUNK else 0
+        """Turns of a chunk where there are about so many; 0: there are too few steps, or as many as for a smaller count."""
+        fewer = [self._turns(one) for one in CHUNKS if one < count]
+        turns = self._turns(count)
+        return turns if self.length * self.of_turn >= _FEWEST_STEPS and turns not in (self.length, *fewer) else 0
+
+    def _turns(self, count: int) -> int:
+        """Turns of a chunk, with no fewer steps than are worth a loop."""
+        return min(max(self.length // count, -(-_FEWEST_IN_CHUNK // self.of_turn)), self.length)
 
     @property
     def chunks(self) -> list[int]:
