@@ -107,14 +107,18 @@ def loop_options(
     every = [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
-    wanted = turn_of(pair, free).wanted
+    turn, flow = turn_of(pair, free), pair.program.flow
+    seconds_of = lambda eqns, made=outs: costs.program_seconds(
+        dataclasses.replace(pair.program, outvars=[*made], eqns=eqns), rates
+    )
+    # What runs in the forward pass only for the backward pass does not run there if it runs again.
+    only_once = seconds_of(flow.needed([*turn.wanted, *outs])) - seconds_of(turn.primal)
 
     def of_one(option: Option) -> float:
         """Seconds more than for the next state that a block of one turn runs: what is kept, and from that all that is wanted."""
-        first, then = pair.program.flow.needed(option.kept), pair.program.flow.needed(wanted, {*free, *option.kept})
-        made = ([*option.kept], first), ([*wanted], then)
-        programs = [dataclasses.replace(pair.program, outvars=outs, eqns=eqns) for outs, eqns in made]
-        return max(sum(costs.program_seconds(one, rates) for one in programs) - forward, 0.0)
+        first = seconds_of(flow.needed(option.kept), option.kept)
+        then = seconds_of(flow.needed(turn.wanted, {*free, *option.kept}))
+        return max(first + then - only_once - forward, 0.0)
 
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
     for option in _corners([part for one in again for _, part in one.parts])[:_MOST_BODIES]:
