@@ -5,6 +5,7 @@ import pathlib
 from benchmarks.tables import (
     compress,
     densenet,
+    dominated,
     gallery,
     jit,
     long_context,
@@ -34,7 +35,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/long-context.md": long_context.TABLES,
     "docs/guides/long-context.md": long_context.GUIDE,
     "docs/guides/optimizer.md": optimizer.GUIDE,
-    "docs/benchmarks/plan.md": plan.TABLES,
+    "docs/benchmarks/plan.md": plan.TABLES | dominated.TABLES,
     "docs/guides/plan.md": plan.GUIDE,
     "docs/benchmarks/transformer.md": transformer.TABLES,
 }
@@ -55,6 +56,7 @@ def main() -> None:
         (ROOT / page).write_text(written(page, tables))
     densenet.depth_picture(ROOT / "docs" / "densenet_memory.png")
     plan.picture(ROOT / "docs" / "plan.png")
+    dominated.picture(ROOT / "docs" / "dominated.png")
     transformer.picture(ROOT / "docs" / "transformer.png")
 
 
