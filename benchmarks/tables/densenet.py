@@ -53,6 +53,23 @@ def depth_table() -> str:
     return table(["depth", *(f"{mode}, MB" for mode in _MODES.values())], body, [environment], "depth")
 
 
+def planned_table() -> str:
+    """Plain layers under plans, beside blocks that share their storage."""
+    environment, rows = load("plan_dense")
+    names = {"DenseBlock": 'memjax, `keep="features"`, XLA alone', "plain": "layers of Flax, as they are written"}
+    least = rows[0]["temp"]
+    body = [
+        [
+            names.get(row["how"], f"the same by `memjax.plan`, {row.get('share')} of the bytes"),
+            f"{row['temp'] / 2**20:.1f}",
+            f"{row['temp'] / least:.2f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(["DenseNet-121, batch 16", "temp MiB", "ratio", "time"], body, [environment], "planned")
+
+
 def depth_picture(path: pathlib.Path) -> None:
     import matplotlib
 
@@ -75,4 +92,4 @@ def depth_picture(path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-TABLES: Tables = {"step": step_table, "batch": batch_table, "depth": depth_table}
+TABLES: Tables = {"step": step_table, "batch": batch_table, "depth": depth_table, "planned": planned_table}
