@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,7 @@ import memjax
 from memjax import compressed
 from memjax._attention.choice import causal_attention
 from memjax.compress import BlockQuantized, ChannelQuantized, PositionQuantized
+from memjax.compress._transform import array_codecs
 from tests.compress.kept import kept_bytes, measured_bytes, saved
 from tests.compress.transformer_layers import (
     FEATURES,
@@ -105,7 +107,7 @@ def test_one_product_that_gives_query_key_and_value_gives_all_or_none(is_repeate
 def test_on_gpus_products_that_take_less_time_than_codes_are_repeated(monkeypatch):
     """In narrow layers what one product gives from kept arrays is computed again. So gradients are exact."""
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "gpu")
+        patch.setattr(array_codecs, "traced_device", lambda: SimpleNamespace(platform="gpu"))
         on_gpus = compressed(layer, bits=8)
     kept = kept_bytes(lambda p, x: jnp.sum(on_gpus(p, x)), parameters(), inputs())
     assert kept < kept_bytes(lambda p, x: jnp.sum(compressed(layer, bits=8)(p, x)), parameters(), inputs()) / 1.5

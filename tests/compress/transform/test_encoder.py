@@ -1,5 +1,7 @@
 """Which equations wait for the codes of what batch norms read: that decides in which pass a compiler makes them."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +11,7 @@ from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import evaluate
 from memjax.compress import ChannelQuantized
 from memjax.compress._codecs.codec import FixedRate
+from memjax.compress._transform import array_codecs
 from tests.compress.networks import batch_norm, conv, images
 
 ONES, ZEROS = jnp.ones(16), jnp.zeros(16)
@@ -100,7 +103,7 @@ def barriers_with_codes(f):
 
 def test_on_a_gpu_what_a_product_reads_is_decoded_in_the_backward_pass(monkeypatch):
     """It is written to memory. What a norm reads is decoded where it is read, and waits for nothing."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(array_codecs, "traced_device", lambda: SimpleNamespace(platform="gpu"))
     product = lambda weights, x: jnp.sum(conv(jnp.tanh(conv(x, weights[0])), weights[1]))
     assert barriers_with_codes(compressed(product, ChannelQuantized(4))) == 1 + 1
     assert (
