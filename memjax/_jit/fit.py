@@ -164,9 +164,7 @@ class Fit:
             if not thoroughly and isinstance(budget, int) and found[0][0].nbytes > budget:
                 raise DoesNotFitError(*found[0])
             if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
-                return self._if_it_fits(
-                    budget, *self.least_of(*self._leanest([found[0], *self._least_in_order(budget)]))
-                )
+                return self._if_it_fits(budget, *self.least_of(*_leanest([found[0], *self._least_in_order(budget)])))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
@@ -181,12 +179,8 @@ class Fit:
         if fitting := [*filter(fits, found)]:
             return min(fitting, key=lambda one: one[0].seconds)
         if not thoroughly and isinstance(budget, int):
-            raise DoesNotFitError(*self._leanest(found))
-        return self._if_it_fits(budget, *self.least_of(*self._leanest(found + self._least_in_order(budget))))
-
-    def _leanest(self, found: Sequence[tuple[StepPlan, Any]]) -> tuple[StepPlan, Any]:
-        """What takes the least, of equals the one that was decided on last."""
-        return min(reversed(found), key=lambda one: one[0].nbytes)
+            raise DoesNotFitError(*_leanest(found))
+        return self._if_it_fits(budget, *self.least_of(*_leanest(found + self._least_in_order(budget))))
 
     def _least_in_order(self, budget: int | str) -> list[tuple[StepPlan, Any]]:
         """The plan that takes the least by the model of the whole step in order, if plans are not ranked by that.
@@ -393,3 +387,8 @@ class Fit:
         again = body.microbatches * sum(plan.seconds - plan.plain_seconds for plan in plans if plan is not None)
         found = StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
         return dataclasses.replace(found, seconds=self.base_seconds + again, plain_seconds=self.base_seconds)
+
+
+def _leanest(found: Sequence[tuple[StepPlan, Any]]) -> tuple[StepPlan, Any]:
+    """What takes the least, of equals the one that was decided on last."""
+    return min(reversed(found), key=lambda one: one[0].nbytes)

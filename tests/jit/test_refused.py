@@ -111,6 +111,23 @@ def test_what_cannot_fit_is_refused_soon(share, few):
     assert (next(calls) <= 4) == few
 
 
+@pytest.mark.parametrize("budget", [300_000, 450_000, 500_000])
+def test_the_least_in_order_is_met_whatever_the_budget(budget):
+    """Of the whole step, by the model. Here it is the plan in the middle of the line, which keeps more than others."""
+    places = lambda run: sorted(run.derivative.forward.flow.place[var] for var in run.kept)
+    nbytes = lambda acting: 500_000 if acting and [*map(places, acting.values())] == middle else 700_000
+    fit = _fit_whose_plans_compile_to(nbytes)
+    fit._by_model = lambda acting: nbytes({one: run for one, (run, _) in acting.items()})
+    line = Line([fit._known(one) for one in fit._passes], in_steps=False)
+    middle = [places(run) for run, _ in fit._chosen(line, (len(line.predicted) - 1) * 6 // 12).values()]
+    if budget == 500_000:
+        assert fit.within(budget)[0].nbytes == budget
+    else:
+        with pytest.raises(DoesNotFitError) as error:
+            fit.within(budget)
+        assert error.value.plan.nbytes == 500_000
+
+
 def test_the_least_that_is_named_is_found_again():
     """A search for another budget does not meet what this one met by chance."""
     met = []
