@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from memjax._commands.factory import CommandError
 from memjax._core.arguments import Parts
 from memjax._core.check import readable_bytes
-from memjax._core.meshes import is_on_host, own_sharding
+from memjax._core.meshes import is_in_host_memory, own_sharding
 
 _FOLDER = importlib.resources.files("memjax._commands") / "gpus"
 _SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -96,7 +96,7 @@ def placed(args: Sequence[Any], gpus: Gpus) -> Sequence[Any]:
     parts = Parts(tuple(args), {})
     wanted = set(gpus.devices)
     shardings = [own_sharding(array) for array in parts.arrays]
-    if any(map(is_on_host, shardings)):
+    if any(map(is_in_host_memory, shardings)):
         what = "JAX tells no memory of the host beside GPUs that are not there, and an argument is on it"
         raise CommandError(f"--devices {gpus.asked} needs arguments on the GPUs: {what}")
     is_there = [sharding is not None and _devices(sharding) <= wanted for sharding in shardings]

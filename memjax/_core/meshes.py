@@ -18,7 +18,7 @@ def own_sharding(value: Any) -> Any:
     return getattr(value, "sharding", None) if getattr(value, "committed", True) else None
 
 
-def is_on_host(sharding: Any) -> bool:
+def is_in_host_memory(sharding: Any) -> bool:
     """Whether arrays lie in the memory of the host, which JAX moves to a device where a step says so."""
     return getattr(sharding, "memory_kind", None) == "pinned_host"
 

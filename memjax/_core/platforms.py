@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from memjax._core.compat import is_described, typed_on_host
-from memjax._core.meshes import device_of, devices_of, is_on_host, own_sharding, platform_of
+from memjax._core.meshes import device_of, devices_of, is_in_host_memory, own_sharding, platform_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ def traced_for_arguments(f: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_type_on_host(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and is_on_host(own_sharding(leaf))
+    return isinstance(leaf, jax.ShapeDtypeStruct) and is_in_host_memory(own_sharding(leaf))
 
 
 def _traced_for(shardings: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
