@@ -1,4 +1,4 @@
-"""Special tools beside plans of exactly their bytes, on a CPU: `python -m benchmarks.dominated`, about an hour on two cores.
+"""Special tools beside plans of exactly their bytes, on a CPU: `python -m benchmarks.dominated`, which takes long.
 
 Each network of the papers, and public ones, is differentiated by the tools made for it: `memjax.remat.scan`, `DenseBlock`,
 `compressed`, `linear_cross_entropy`, `remat.tiled`, checkpoints by hand, diffrax's own. The plain loss is planned for the

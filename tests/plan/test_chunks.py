@@ -124,7 +124,7 @@ def test_little_is_there_at_once():
 
 
 def test_chunks_by_hand_take_no_less_memory():
-    """Of eight steps, though so short a loop has no 64 of them; and all states between chunks are kept, as by hand."""
+    """The plan has chunks of eight steps, too. It keeps all states between chunks, as the code by hand does."""
     args = parameters(jnp.float32), *data(160, 16, jnp.float32)
 
     def by_hand(p, x, labels):

@@ -15,7 +15,7 @@ import memjax
 from benchmarks.cases.compiled_work import work
 from benchmarks.cases.dominated import NETWORKS, ring
 from benchmarks.cases.dominated.network import Loss, Network, Tool
-from memjax._jit.fit import held_bytes
+from memjax._jit.candidates import held_bytes
 
 ROUNDS, MOST_SECONDS, AS_FAST = 7, 4.0, 1.03
 EXACT = ("recompute", "tile")
@@ -31,7 +31,7 @@ def temp(program: Any) -> int:
 
 
 def flops(program: Any) -> float | None:
-    """Of products and convolutions, loops by their number of turns; None where that is not known."""
+    """FLOPs of products and convolutions. Those in a loop count once for each turn; None if the turns are not known."""
     try:
         return work(program.as_text()).flops
     except AssertionError:

@@ -38,6 +38,12 @@ class Network(NamedTuple):
     tools: Mapping[str, Tool]
 
 
+def split(model: nnx.Module) -> tuple[Any, Any, Any]:
+    """The graph of a model, its parameters as a dict of arrays, and the rest of its state."""
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    return parts[0], nnx.to_pure_dict(parts[1]), parts[2]
+
+
 def within(change: Callable[[], contextlib.AbstractContextManager[Any]], loss: Loss) -> Loss:
     """The loss, traced while something of the model is changed."""
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import memjax
 from benchmarks import bptt
-from benchmarks.cases.dominated.network import Network, Tool, checkpointed, within
+from benchmarks.cases.dominated.network import Network, Tool, checkpointed, split, within
 from experiments.models.classifiers import MODELS, Residual
 from experiments.models.densenet import DenseNet
 from experiments.models.transformer import Layer, SwiGLU, Transformer, TransformerConfig
@@ -50,7 +50,7 @@ def densenet(public: pathlib.Path) -> Network:
     make = lambda keep: DenseNet((6, 6), 8, 10, stem="cifar", keep=keep, rngs=nnx.Rngs(0))
     tools = {f'DenseBlock, "{keep}"': keep for keep in ("convolutions", "features")}
     plain, params = _classifier(make("all"))
-    by = {name: Tool(_loss_of(*_parts(make(keep))[::2])) for name, keep in tools.items()}
+    by = {name: Tool(_loss_of(*split(make(keep))[::2])) for name, keep in tools.items()}
     return Network(plain, (params, *_images(8, 32, 10)), by)
 
 
@@ -58,7 +58,7 @@ def _convolutions(name: str, size: int, batch: int, width: float, *blocks: type)
     """A classifier of images (Jin et al. 2020)."""
     make = lambda: MODELS[name](16, image_size=size, width=width, rngs=nnx.Rngs(0))
     loss, params = _classifier(make())
-    tools = {"compressed": Tool(_loss_of(*_parts(memjax.compressed(make()))[::2]), rounds=True)}
+    tools = {"compressed": Tool(_loss_of(*split(memjax.compressed(make()))[::2]), rounds=True)}
     if blocks:
         tools["checkpoint of each block"] = Tool(within(functools.partial(checkpointed, *blocks), loss))
     tools["checkpoint, dots"] = Tool(jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable))
@@ -88,7 +88,7 @@ def head(public: pathlib.Path) -> Network:
 def decoder(public: pathlib.Path) -> Network:
     """A decoder over a long sequence: the layers that METP (Liang et al. 2025) is about, on one device."""
     config = TransformerConfig(vocabulary=8000, dim=128, layers=2, heads=4, kv_heads=2, hidden=512)
-    graph, params, rest = _parts(Transformer(config, rngs=nnx.Rngs(0)))
+    graph, params, rest = split(Transformer(config, rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(_KEY, (1, 1025), 0, config.vocabulary)
 
     def hidden(params: Any, tokens: Any) -> Any:
@@ -118,11 +118,6 @@ def _tiled(kind: Any) -> Any:
     return mock.patch.object(kind, "__call__", again)
 
 
-def _parts(model: Any) -> tuple[Any, Any, Any]:
-    parts: Any = nnx.split(model, nnx.Param, ...)
-    return parts[0], nnx.to_pure_dict(parts[1]), parts[2]
-
-
 def _loss_of(graph: Any, rest: Any) -> Callable[..., Any]:
     def loss(params: Any, images: Any, labels: Any) -> Any:
         logits = nnx.merge(graph, params, rest, copy=True)(images)
@@ -132,7 +127,7 @@ def _loss_of(graph: Any, rest: Any) -> Callable[..., Any]:
 
 
 def _classifier(model: Any) -> tuple[Callable[..., Any], Any]:
-    graph, params, rest = _parts(model)
+    graph, params, rest = split(model)
     return _loss_of(graph, rest), params
 
 

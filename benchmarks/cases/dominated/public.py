@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from benchmarks import recurrent
-from benchmarks.cases.dominated.network import Loss, Network, Tool, checkpointed, linen_checkpointed, within
+from benchmarks.cases.dominated.network import Loss, Network, Tool, checkpointed, linen_checkpointed, split, within
 from benchmarks.cases.public_models import public_module
 
 _KEY = jax.random.key(0)
@@ -62,7 +62,7 @@ def mamba(public: pathlib.Path) -> Network:
     config = models.ModelConfig(
         vocab_size=2000, hidden_size=96, state_size=32, head_dim=32, chunk_size=64, num_hidden_layers=2
     )
-    graph, params, rest = _parts(models.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)))
+    graph, params, rest = split(models.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)))
     loss = lambda params, tokens: nnx.merge(graph, params, rest)(tokens, labels=tokens)["loss"]
     tokens = jax.random.randint(_KEY, (4, 512), 0, config.vocab_size)
     return Network(loss, (params, tokens), _by_hand(loss, models.Mamba2Block))
@@ -158,11 +158,6 @@ def neural_ode(public: pathlib.Path) -> Network:
     return Network(by(diffrax.DirectAdjoint()), solve.arguments(), tools)
 
 
-def _parts(model: Any) -> tuple[Any, Any, Any]:
-    parts: Any = nnx.split(model, nnx.Param, ...)
-    return parts[0], nnx.to_pure_dict(parts[1]), parts[2]
-
-
 def _by_hand(loss: Loss, *classes: type) -> dict[str, Tool]:
     return {
         "checkpoint of each block": Tool(within(functools.partial(checkpointed, *classes), loss)),
@@ -178,7 +173,7 @@ def _in_linen(loss: Loss, again: Callable[..., Any]) -> dict[str, Tool]:
 
 
 def _classifier(model: Any, call: Callable[..., Any], batch: int, size: int, *classes: type) -> Network:
-    graph, params, rest = _parts(model)
+    graph, params, rest = split(model)
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
         logits = call(nnx.merge(graph, params, rest), images)
@@ -189,7 +184,7 @@ def _classifier(model: Any, call: Callable[..., Any], batch: int, size: int, *cl
 
 
 def _autoencoder(model: Any, batch: int, size: int, *classes: type) -> Network:
-    graph, params, rest = _parts(model)
+    graph, params, rest = split(model)
     loss = lambda params, images: jnp.mean(jnp.square(nnx.merge(graph, params, rest)(images) - images))
     return Network(loss, (params, jax.random.normal(_KEY, (batch, size, size, 3))), _by_hand(loss, *classes))
 

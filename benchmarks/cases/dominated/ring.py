@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 from benchmarks.cases.compiled_work import work
-from memjax._jit.fit import held_bytes
+from memjax._jit.candidates import held_bytes
 from memjax.shard import hide_hops, metp_mlp
 
 NAME, DEVICES = "METP, 8 devices", 8
