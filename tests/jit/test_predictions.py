@@ -66,6 +66,42 @@ def of_a_loop(ws, x, key):
     return sum(jnp.sum(jnp.sin(wide @ w)) for w in ws)
 
 
+def of_attention(ws, x, key):
+    """The reciprocal of a softmax's sum and the scales of norms, broadcast, stay for the backward pass."""
+    x = x.reshape(4, 256, 64)
+    for w in ws:
+        norm = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w[0]
+        heads = (norm @ w).reshape(4, 256, 4, 16)
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", heads, heads) / 4)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, heads).reshape(x.shape)
+    return jnp.sum(x**2)
+
+
+def _of_windows(pool):
+    """Convolutions, whose kernels' gradients read copies, and pools."""
+
+    def loss(ws, x, key):
+        x = x.reshape(16, 64, 64, 1) + ws[0][0, 0]
+        for i, channels in enumerate((16, 32)):
+            kernel = jnp.resize(ws[i], (3, 3, x.shape[-1], channels))
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = pool(jax.nn.relu(x))
+        return jnp.sum(x**2)
+
+    return loss
+
+
+def _largest(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def _mean(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
+
+
+of_maxima, of_means = _of_windows(_largest), _of_windows(_mean)
+
+
 def step_of(loss):
     return lambda ws, *args: [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, *args), strict=True)]
 
@@ -73,7 +109,7 @@ def step_of(loss):
 ARGUMENTS = [jnp.ones((64, 64)) / 64] * 6, jnp.ones((1024, 64)), KEY
 
 
-@pytest.mark.parametrize("loss", [of_dropout, of_edges, of_labels, of_a_loop])
+@pytest.mark.parametrize("loss", [of_dropout, of_edges, of_labels, of_a_loop, of_attention, of_maxima, of_means])
 def test_a_step_takes_what_is_predicted_of_it_in_the_order_in_which_it_runs(loss):
     step = step_of(loss)
     compiled = jax.jit(step).lower(*ARGUMENTS).compile().memory_analysis().temp_size_in_bytes

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from memjax._core.program.costs import stored
+from memjax._core.program.cpu_lowering import lowered
 from memjax._core.program.dataflow import Dataflow, is_literal, renamed, variables
+from memjax._core.program.library_kernels import with_written
 from memjax._core.program.primitives import ALIASES, BARRIER, CALLS, CALLS_OF_ONE_BODY, LOOPS, SOURCES
 
 # Equal ones of these stay: for each scatter, say, XLA copies the zeros that it writes over.
@@ -26,7 +28,8 @@ def breadth_first(flow: Dataflow, outputs: Iterable[Any]) -> Dataflow:
 
     One whose result is not written to memory is computed where that is read: it adds no level.
     """
-    flow = Dataflow(_once(flow.eqns, set(variables(outputs))))
+    outputs = list(outputs)
+    flow = with_written(Dataflow(lowered(_once(flow.eqns, set(variables(outputs))))), outputs)
     written = stored(flow, [*outputs, *flow.outside], "cpu")
     level: dict[Any, int] = {}
     levels = []

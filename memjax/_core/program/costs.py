@@ -37,6 +37,7 @@ from memjax._core.program.primitives import (
     VIEWS,
     WHOLE_OPERANDS,
     WRITING,
+    WRITTEN,
     flops_of_product,
     is_attention,
 )
@@ -240,7 +241,8 @@ def kind_of(name: str) -> Kind:
     """The kind of a primitive, by its name."""
     is_whole = name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
     is_free = name in SOURCES or name in VIEWS or name in DECODING
-    return Kind(name in ALIASES, is_whole, not is_whole and name not in REDUCTIONS, name in TRANSCENDENTAL, is_free)
+    is_fusible = not is_whole and name not in REDUCTIONS and name != WRITTEN
+    return Kind(name in ALIASES, is_whole, is_fusible, name in TRANSCENDENTAL, is_free)
 
 
 def is_fusible(eqn: Any) -> bool:

@@ -34,6 +34,16 @@ REDUCTIONS = frozenset(
 )
 # XLA:CPU makes no one kernel of these and a reduction that reads them.
 BESIDE_REDUCTIONS = frozenset(("select_n", "clamp", "slice", "concatenate", "pad"))
+# What XLA:CPU makes kernels of its library of: they begin with reductions and take in what is around these.
+LIBRARY_REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
+LIBRARY_POOLS = frozenset(("reduce_window_sum", "reduce_window_max"))
+_LIBRARY_OPERATIONS = """
+abs add add_any broadcast_in_dim ceil convert_element_type cos div dot_general erf exp expm1 floor integer_pow log log1p logistic
+max min mul neg one_minus_square pow round rsqrt sign sin sqrt square sub tan tanh
+"""
+LIBRARY_OPERATIONS = frozenset(_LIBRARY_OPERATIONS.split())
+# In a model of a compiler: its operand, in memory; that in another layout; where the largest element of each window is.
+WRITTEN, COPIED, WINDOW_INDICES = "memjax_written", "memjax_copied", "memjax_window_indices"
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "max", "min", "clamp"))
 # Linear in each operand. "one_minus_square" is the derivative of tanh in JAX 0.12.
 AFFINE = frozenset(("add", "sub", "mul", "add_any", "neg", "one_minus_square"))
@@ -106,7 +116,7 @@ WHOLE_OPERANDS = (
     (EXPENSIVE - LOOPS)
     | SCATTERS
     | TRANSFERS
-    | {"reduce_window_max", "cumsum", "cumlogsumexp", "cummax", "top_k", "concatenate"}
+    | {COPIED, WINDOW_INDICES, "reduce_window_max", "cumsum", "cumlogsumexp", "cummax", "top_k", "concatenate"}
 )
 """A compiler writes the operands of these to memory: it fuses nothing into them."""
 

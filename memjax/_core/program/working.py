@@ -13,11 +13,13 @@ from jax.extend import core
 from memjax._core.compat import makes_two_words, scan_counts
 from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
+from memjax._core.program.cpu_lowering import is_gradient_of_kernel
 from memjax._core.program.dataflow import Dataflow, flow_of, made_by, read_by, variables
 from memjax._core.program.jaxpr import calls_in_place
-from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS, WHOLE_OPERANDS
+from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS, WHOLE_OPERANDS, WRITTEN
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
+_OVER = SCATTERS | {WRITTEN}  # besides what is elementwise: written over an operand that is not needed any more
 _WORDS = 8  # bytes of two words
 _WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add", "random_bits"}  # see `_inside`
 
@@ -125,7 +127,7 @@ def fullest_moment(
         dying = sum(map(size, ends.get(i, [])))
         inside = sum(size(out) for out in made if out in results)
         over = 0  # bytes written over an operand that is not needed any more
-        if is_fusible(eqn) or eqn.primitive.name in SCATTERS:
+        if is_fusible(eqn) or eqn.primitive.name in _OVER:
             over = min(new, dying)
         elif platform == "cpu":
             over = min(new, sum(map(size, roots(_carried(eqn)).intersection(ends.get(i, [])))))
@@ -249,7 +251,7 @@ def _padded_size(eqn: Any) -> int:
 def _inside_convolution(eqn: Any, platform: str) -> int:
     """On CPUs the operands of the gradient of a kernel, transposed; on GPUs an operand that is padded more on one side."""
     if platform == "cpu":
-        return sum(map(array_bytes, eqn.invars)) if eqn.params["dimension_numbers"].lhs_spec[0] != 0 else 0
+        return sum(map(array_bytes, eqn.invars)) if is_gradient_of_kernel(eqn) else 0
     if platform not in ("cuda", "rocm"):
         return 0
     # Of the gradient of a kernel with strides, which dilate here, the kernel's last steps may have left a part out.

@@ -9,7 +9,7 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._core.program.breadth_first import breadth_first
 from memjax._core.program.dataflow import Dataflow
-from memjax._core.program.working import fullest_moment, hoisted_bytes
+from memjax._core.program.working import fullest_moment
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._plan.budget.known import Key
 from memjax._plan.derivative import Passes
@@ -61,7 +61,7 @@ def bytes_in_order(body: Body, acting: Acting) -> int:
     inputs, outputs = [*program.invars, *program.constvars], program.outvars
     places = [out for i, out in enumerate(outputs) if i not in body.in_use]
     moment = fullest_moment(flow, inputs, [], [], outputs, "cpu", places=places)
-    return moment.nbytes + hoisted_bytes(program.eqns, "cpu")
+    return moment.nbytes
 
 
 class _Seen(NamedTuple):
