@@ -22,8 +22,8 @@ from memjax.compress._state.minifloat import BLOCK
 
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _MOST = 2**31  # of an array: places in it are of 32 bits
-_FEWEST_ROWS, _ROWS = 8, 64  # blocks of a program
-_VALUES = 16  # of a thread
+_FEWEST_ROWS, _ROWS = 8, 32  # blocks of a program
+_VALUES = {1: 8, 2: 16}  # of a thread, by parts: of the sizes that were tried on an H100 the fastest
 
 _ELEMENTWISE = """
 abs add add_any and bitcast_convert_type convert_element_type div eq exp exp2 expm1 ge gt integer_pow le log log1p
@@ -88,7 +88,7 @@ def run(region: Any, values: Sequence[Array], turn: Array | None = None) -> list
         [arg.reshape(-1) for arg in args],
         outs,
         programs=blocks // rows,
-        warps=max(1, rows * BLOCK // (32 * _VALUES)),
+        warps=max(1, rows * BLOCK // (32 * _VALUES[_parts(region)])),
         interpret=interpret,
         input_output_aliases=aliases,
     )
@@ -96,6 +96,12 @@ def run(region: Any, values: Sequence[Array], turn: Array | None = None) -> list
         lax.bitcast_convert_type(result, out.aval.dtype).reshape(out.aval.shape[0] // turns, *out.aval.shape[1:])
         for result, out in zip(results, region.outputs, strict=True)
     ]
+
+
+def _parts(region: Any) -> int:
+    """How many parts of a block are computed apart: both halves, where codes of 4 bits are two in a byte."""
+    codings = [eqn for eqn in region.eqns if eqn.primitive in (operations.ENCODE, operations.DECODE)]
+    return 2 if any(eqn.params["bits"] == 4 for eqn in codings) else 1
 
 
 def _divisors(region: Any) -> list[Any]:
@@ -122,8 +128,7 @@ class _Tile:
     """
 
     def __init__(self, region: Any, rows: int, interpret: bool, refs: Sequence[Any]):
-        codings = [eqn for eqn in region.eqns if eqn.primitive in (operations.ENCODE, operations.DECODE)]
-        self.parts = 2 if any(eqn.params["bits"] == 4 for eqn in codings) else 1
+        self.parts = _parts(region)
         self.shape, self.interpret = (rows, BLOCK // self.parts), interpret
         self.row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
         column = lax.broadcasted_iota(jnp.int32, self.shape, 1)
