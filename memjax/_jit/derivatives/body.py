@@ -182,7 +182,7 @@ class Body:
 
     def program_with(self, acting: Acting) -> Program:
         """The program as it runs with these passes run otherwise, calls in place, without what its outputs do not need."""
-        if not acting:
+        if not acting and not any(body.tiled for bodies in self.inner.values() for body in bodies):
             return without_dead_equations(self._program)
         types = [var.aval for var in self._program.invars]
         closed = trace(lambda *given: self.evaluate(given, acting), types, self._axes or {})

@@ -22,8 +22,8 @@ from memjax.compress._state.minifloat import BLOCK
 
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _MOST = 2**31  # of an array: places in it are of 32 bits
-_FEWEST_ROWS, _ROWS = 8, 32  # blocks of a program
-_VALUES = {1: 8, 2: 16}  # of a thread, by parts: of the sizes that were tried on an H100 the fastest
+_FEWEST_ROWS, _ROWS = 8, {1: 32, 2: 16}  # blocks of a program, by parts
+_VALUES = {1: 8, 2: 16}  # of a thread: of the sizes that were tried on an H100 and an H200 the fastest
 
 _ELEMENTWISE = """
 abs add add_any and bitcast_convert_type convert_element_type div eq exp exp2 expm1 ge gt integer_pow le log log1p
@@ -71,7 +71,7 @@ def run(region: Any, values: Sequence[Array], turn: Array | None = None) -> list
     interpret = not kernels.has_kernels()  # in tests
     turns = 1 if turn is None else region.shape[0]
     blocks = math.prod(region.shape) // turns // BLOCK
-    rows = math.gcd(blocks, _ROWS)
+    rows = math.gcd(blocks, _ROWS[_parts(region)])
     place = {var: i for i, var in enumerate(region.inputs)}
     aliases, outs = {}, []
     for i, (out, old) in enumerate(zip(region.outputs, region.old, strict=True)):
