@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from memjax._jit.derivatives.passes import StepPasses
@@ -59,3 +60,8 @@ def held_bytes(program: Any) -> int:
 def key_of_all(acting: Chosen) -> frozenset[Any]:
     """What tells a step with its passes run so from others."""
     return frozenset((one, key) for one, (_, key) in acting.items())
+
+
+def leanest(found: Sequence[tuple[StepPlan, Any]]) -> tuple[StepPlan, Any]:
+    """What takes the least, of equals the one that was decided on last."""
+    return min(reversed(found), key=lambda one: one[0].nbytes)

@@ -159,7 +159,7 @@ def _decided_here(
 
     def beside_plain(plan: StepPlan) -> StepPlan:
         """The plan with what is known of the step as it is written."""
-        of_plain: dict[str, Any] = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.base_seconds}
+        of_plain: dict[str, Any] = {"plain_nbytes": fit.plain_nbytes, "plain_seconds": fit.kept_seconds}
         return dataclasses.replace(plan, **of_plain, plain_is_predicted=not fit.is_plain_compiled, notes=ways.notes)
 
     if limit is not None and body.has_passes and limit < arguments + results:

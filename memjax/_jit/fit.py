@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._jit.candidates import Chosen, Compiled, DoesNotFitError, Rank, held_bytes, key_of_all
+from memjax._jit.candidates import Chosen, Compiled, DoesNotFitError, Rank, held_bytes, key_of_all, leanest
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -33,6 +33,9 @@ _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
 _SURELY_IN_PARTS = 1.05  # the same in microbatches: more of them will fit
 _IN_ORDER = 12  # parts of a line of plans, at the ends of which plans are compared by the model of the whole step
+_ALMOST_NOTHING = (
+    1.15  # of the time of a step: where plans compute more again than that, none keeps what the step keeps
+)
 _CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
 
 
@@ -87,20 +90,19 @@ class Fit:
 
     @functools.cached_property
     def predicted_kept(self) -> int:
-        """The same, more slowly: what plans predict where nothing is computed again. It is nearer on GPUs, where XLA fuses what
-        JAX keeps, and computes it again where it is read."""
-        if costs.device(device_of(self._layout.shardings)).platform == "cpu":
+        """The same, more slowly: what plans predict where almost nothing is computed again. That is nearer where XLA fuses it."""
+        is_cpu = costs.device(device_of(self._layout.shardings)).platform == "cpu"
+        if is_cpu or self.kept_seconds > _ALMOST_NOTHING * self.base_seconds:
             return self.predicted_plain
         return self._beside + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
 
     def may_fit_plain(self, budget: int) -> bool:
-        """Whether the step with its passes as they are is worth compiling, by either prediction."""
+        """Whether that step is worth compiling, by either prediction."""
         surely = (_SURELY if self._body.microbatches == 1 else _SURELY_IN_PARTS) * budget
         return self.predicted_plain <= surely or self.predicted_kept <= budget
 
     @property
     def is_plain_compiled(self) -> bool:
-        """Whether the step with its passes as they are was compiled."""
         return key_of_all({}) in self._compiled
 
     @property
@@ -125,6 +127,15 @@ class Fit:
         of_parts = sum(self._known(one).base_seconds for one in self._passes)
         return self._body.microbatches * of_parts + self._sums.seconds
 
+    @functools.cached_property
+    def kept_seconds(self) -> float:
+        """The same with nothing computed again that is worth keeping."""
+        return self.base_seconds + self._body.microbatches * sum(map(self._again, self._passes))
+
+    def _again(self, passes: StepPasses, plan: Plan | None = None) -> float:
+        one = self._known(passes)
+        return one.frontier[-1][1] if plan is None else plan.seconds - one.base_seconds
+
     def frontier(self) -> list[StepPoint]:
         """The bytes that plans are predicted to hold, and their seconds."""
         sizes = {self._beside + nbytes for one in map(self._known, self._passes) for nbytes, _ in one.frontier}
@@ -133,16 +144,16 @@ class Fit:
         ]
         return [point for point in found if point.seconds < math.inf]
 
-    def within(self, budget: int | str, thoroughly: bool = True) -> tuple[StepPlan, Any]:
+    def within(self, budget: int | str, thoroughly: bool = True, patiently: bool = False) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
-        With its passes as they are the step may fit: where a loss runs tile by tile, that can be enough. Else they are decided
-        on together. Where that is not as good as predicted, a few of them are decided on one after another, the others being as
-        they are: then all begin with the plan that is predicted to take the least memory.
+        With its passes as they are the step may fit, as where a loss runs tile by tile. Else they are decided on together. Where
+        that is not as good as predicted, a few are decided on one after another: all begin with the plan that is predicted to
+        take the least memory.
 
         Args:
           budget: bytes of a device, or "min".
-          thoroughly: look for the least. Else what was compiled may be enough to see that no plan will fit.
+          thoroughly, patiently: as for `decide`.
 
         Raises:
           DoesNotFitError: the budget is less than the least possible.
@@ -164,12 +175,12 @@ class Fit:
             if not thoroughly and isinstance(budget, int) and found[0][0].nbytes > budget:
                 raise DoesNotFitError(*found[0])
             if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
-                return self._if_it_fits(budget, *self.least_of(*_leanest([found[0], *self._least_in_order(budget)])))
+                return self._if_it_fits(budget, *self.least_of(*leanest([found[0], *self._least_in_order(budget)])))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
             for passes in self._passes:
-                self._decide(passes, room, thoroughly)
+                self._decide(passes, room, thoroughly=thoroughly, patiently=patiently)
             found.append(self._planned(budget))
         fits = lambda one: isinstance(budget, int) and one[0].nbytes <= budget
         if not any(map(fits, found)):
@@ -179,8 +190,8 @@ class Fit:
         if fitting := [*filter(fits, found)]:
             return min(fitting, key=lambda one: one[0].seconds)
         if not thoroughly and isinstance(budget, int):
-            raise DoesNotFitError(*_leanest(found))
-        return self._if_it_fits(budget, *self.least_of(*_leanest(found + self._least_in_order(budget))))
+            raise DoesNotFitError(*leanest(found))
+        return self._if_it_fits(budget, *self.least_of(*leanest(found + self._least_in_order(budget))))
 
     def _least_in_order(self, budget: int | str) -> list[tuple[StepPlan, Any]]:
         """The plan that takes the least by the model of the whole step in order, if plans are not ranked by that.
@@ -216,8 +227,7 @@ class Fit:
         return plan, program
 
     def _expected_least(self) -> float:
-        """Bytes, beside what no plan changes, that are expected of the least plan by what the step takes with its passes as
-        they are."""
+        """Bytes, beside what no plan changes, of the least plan: as many less than the step's as is predicted."""
         saved = self.predicted_plain - self.rank("min").cost
         return self.plain.nbytes - self._beside - max(saved, 0)
 
@@ -305,14 +315,14 @@ class Fit:
     def _chosen(self, line: Line, way: int) -> Chosen:
         return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
 
-    def _decide(self, passes: StepPasses, room: int | str, thoroughly: bool) -> None:
+    def _decide(self, passes: StepPasses, room: int | str, **how: bool) -> None:
         """Decides on the passes. If the step does not fit then, they take the least memory."""
         least = self._acting.pop(passes, None)
         if least is not None and isinstance(room, int):
             # Where the peak is elsewhere, compiling says nothing of these passes.
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
         measure, before = self._measured(passes)
-        options: dict[str, Any] = {**self._allowed, "thoroughly": thoroughly}
+        options: dict[str, Any] = {**self._allowed, **how}
         try:
             plan = decide(*self._program(passes), room, measure=measure, before=before, **options)
         except TooLittleError as error:
@@ -384,11 +394,7 @@ class Fit:
         body = self._body
         how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops, body.two_passes
         predicted = self._compiled_with(self._acting).predicted
-        again = body.microbatches * sum(plan.seconds - plan.plain_seconds for plan in plans if plan is not None)
+        both = zip(self._passes, plans, strict=True)
+        seconds = self.base_seconds + body.microbatches * sum(self._again(one, plan) for one, plan in both)
         found = StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
-        return dataclasses.replace(found, seconds=self.base_seconds + again, plain_seconds=self.base_seconds)
-
-
-def _leanest(found: Sequence[tuple[StepPlan, Any]]) -> tuple[StepPlan, Any]:
-    """What takes the least, of equals the one that was decided on last."""
-    return min(reversed(found), key=lambda one: one[0].nbytes)
+        return dataclasses.replace(found, seconds=seconds, plain_seconds=self.kept_seconds)

@@ -5,6 +5,7 @@ import pytest
 import memjax
 from memjax._jit.derivatives.body import Body
 from memjax._jit.ways.predictions import Predictions, Way, bytes_in_order
+from memjax._plan.tile.passes import TileOn
 
 WIDE = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
@@ -123,6 +124,26 @@ def test_a_plan_knows_that_random_bits_of_all_layers_are_made_before_it_can_keep
     plan = memjax.jit(step, budget=int(0.8 * plain.nbytes), allow=()).plan(*ARGUMENTS)
     assert len(plan.passes[0].tries) == 1
     assert 0.9 * plan.nbytes <= plan.predicted_nbytes <= 1.1 * plan.nbytes, (plan.predicted_nbytes, plan.nbytes)
+
+
+def test_a_loop_body_in_tiles_takes_what_is_predicted_of_it():
+    """The loss of each of two updates in a loop runs tile by tile."""
+    labels = jnp.arange(4096) % 64
+
+    def loss(w, x):
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
+
+    def step(w, x):
+        return jax.lax.fori_loop(0, 2, lambda i, w: w - jax.grad(loss)(w, x), w)
+
+    args = jnp.ones((16, 512)), jnp.ones((4096, 16))
+    body = Body(jax.make_jaxpr(step)(*args), TileOn("cpu", 2**16))
+    assert body.tiled
+    compiled = (
+        jax.jit(lambda *args: body.evaluate(args, {})).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    )
+    predicted = bytes_in_order(body, {})
+    assert 0.5 * compiled <= predicted <= 2 * compiled, (predicted, compiled)
 
 
 @pytest.mark.parametrize("donated", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,9 +101,11 @@ class Ways:
         refused: dict[Fit, DoesNotFitError] = {}
         numbers = self._numbers
         for some in (ways + (numbers.worth_a_try(room) if numbers else []), self._in_more_parts(room)):
-            for fit in self._by_time(some, room):
+            fits = self._by_time(some, room)
+            for fit, following in itertools.zip_longest(fits, fits[1:]):
+                is_fast = following is not None and following.rank(room).cost > _ABOUT * fit.rank(room).cost
                 try:
-                    return fit.within(room, thoroughly=False)
+                    return fit.within(room, thoroughly=False, patiently=is_fast)
                 except DoesNotFitError as error:
                     refused[fit] = error
         return self._leanest(ways, room, refused)

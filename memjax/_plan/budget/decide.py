@@ -62,6 +62,7 @@ def decide(
     measure: Measure | None = None,
     before: dict[Any, Known] | None = None,
     thoroughly: bool = True,
+    patiently: bool = False,
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
@@ -74,6 +75,7 @@ def decide(
       compress, offload: what else may be done.
       measure, before: of the step that the program is part of, as for `known`.
       thoroughly: look for the least where nothing fits. Else what was compiled may be enough to see that nothing will.
+      patiently: correct predictions that are far off, though not thoroughly: whatever else there is is predicted much slower.
 
     Raises:
       TooLittleError: the budget is less than the least possible.
@@ -82,13 +84,13 @@ def decide(
     offload = offload and not nothing_moves
     most = Allowed(compress, offload)
     of = lambda allowed: known(derivative, types, layout, allowed, measure, before)
-    found = [_decide(of(most), budget, thoroughly)]
+    found = [_decide(of(most), budget, thoroughly, patiently)]
     for less in dict.fromkeys((most, Allowed(compress), Allowed())):
         if less == most or (budget == "min" and less.compress != compress):
             continue
         other = of(less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
-            found.insert(0, _decide(other, budget, thoroughly))  # of equals it is the one to take
+            found.insert(0, _decide(other, budget, thoroughly, patiently))  # of equals it is the one to take
     plans = [plan for plan in found if _fits(plan, budget)]
     if not plans:
         assert isinstance(budget, int)
@@ -134,10 +136,10 @@ Tried = dict[bool, list[Try]]
 """What was compiled for a budget, by whether the backward pass runs in steps."""
 
 
-def _decide(program: Known, budget: int | str, thoroughly: bool = True) -> Plan:
+def _decide(program: Known, budget: int | str, thoroughly: bool, patiently: bool) -> Plan:
     """The plan; if none fits that of the least memory that was found."""
     tried: Tried = {}
-    if isinstance(budget, int) and (found := _within(program, budget, tried, thoroughly)):
+    if isinstance(budget, int) and (found := _within(program, budget, tried, thoroughly, patiently)):
         return found
     if isinstance(budget, int) and not thoroughly:
         best = [(plans, min(tried[plans.in_steps], key=lambda one: one.compiled)) for plans in _ways(program)]
@@ -186,7 +188,7 @@ def _is_refused(ways: Iterable[Plans], budget: int) -> bool:
     return is_hopeless([plans.tried(1) for plans in ways], budget)
 
 
-def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) -> Plan | None:
+def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True, patiently: bool = False) -> Plan | None:
     """The fastest plan found that fits, if any. What is compiled is noted in `tried`.
 
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
@@ -199,7 +201,7 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) 
     for plans in ways:
         if not (fitted or program.is_part) and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        patience = _patience(program, tried[False] if plans.in_steps else [], plans.in_steps, thoroughly)
+        patience = _patience(program, tried[False] if plans.in_steps else [], plans.in_steps, thoroughly, patiently)
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, patience, least=1)
         tried[plans.in_steps] = tries
         if all(one.compiled > budget for one in tries):
@@ -221,7 +223,7 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) 
     return _without_a_plan(program, plans, chosen, tries, budget) or plan_of(program, plans, chosen, tries, budget)
 
 
-def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly: bool) -> Patience:
+def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly: bool, patiently: bool) -> Patience:
     """How much a search may compile, where `before` was compiled of the backward pass that does not run in steps."""
     if not program.is_part:
         return Patience()
@@ -233,7 +235,7 @@ def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly:
         return patience._replace(enough=MOST_TRIES, by_amount=program.is_by_parts)
     return patience._replace(
         enough=max(OF_PARTS.enough - len(before), 1),
-        off=math.inf if in_steps else _OFF,
+        off=math.inf if in_steps or patiently else _OFF,
         least_first=bool(before) and before[0].compiled > _FAR_OFF * before[0].predicted,
     )
 
