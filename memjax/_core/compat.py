@@ -203,6 +203,13 @@ def typed_on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return struct.update(_memory_space=jax.memory.Space.Host) if hasattr(struct, "_memory_space") else struct
 
 
+def type_on_host(shape: Sequence[int], dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    """What is traced as an array with this sharding in the memory of the host: a type, or with JAX 0.10 an array of zeros."""
+    struct = jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type, sharding=sharding)
+    is_known = hasattr(struct, "_memory_space")
+    return typed_on_host(struct) if is_known else jax.device_put(np.zeros(shape, dtype), sharding)
+
+
 def is_x64() -> bool:
     """The setting of `jax.enable_x64`."""
     return bool(getattr(jax.config, "jax_enable_x64", False))

@@ -1,4 +1,4 @@
-"""The arguments of a jitted step.
+"""A jitted step and its arguments.
 
 NNX objects are replaced by the values of their variables, and static arguments are split off.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from memjax._core.arguments import is_nnx, objects_in, with_changes
+from memjax._core.arguments import Statics, is_nnx, objects_in, with_changes
+from memjax._core.compat import is_tracer
+from memjax._core.lists import Arrays
+from memjax._core.program.scopes import function_name
 
 
 @jax.tree_util.register_dataclass
@@ -83,3 +87,104 @@ def donated_values(f: Callable[..., Any], options: dict[str, Any], args: tuple, 
 
 def _is_info(value: Any) -> bool:
     return hasattr(value, "donated")
+
+
+class Step:
+    """A step whose NNX objects have a certain structure.
+
+    Args:
+      f, graph, options: as below.
+      state: by number of a dynamic leaf of the arguments that lies in the memory of the host, that of the leaf of the results
+        which is its new value, and lies there, too.
+
+    Attributes:
+      graph: that structure.
+      f, name, options: the function, its name, and what `jax.jit` is given.
+      plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        graph: Any,
+        options: dict[str, Any],
+        state: Mapping[int, int] = MappingProxyType({}),
+    ):
+        self.graph, self.f, self.options = graph, f, options
+        self.name = function_name(f)
+        self.statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
+        self._state = state
+        self._pure = Pure(f, graph)
+        self.plain = self._jitted()
+
+    def _jitted(self) -> Any:
+        if self.graph is None and not self._state:
+            return jax.jit(self.f, **self.options)
+        run = self.f if self.graph is None else lambda *args, **kwargs: self._pure(args, kwargs)
+        return self.with_options(functools.partial(self._with_state_on_device, run) if self._state else run)
+
+    def _with_state_on_device(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run`, to which state that lies on the host is moved and from which it is moved back."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [i for i, leaf in enumerate(leaves) if is_tracer(leaf)]  # the others are static
+        args, kwargs = jax.tree.unflatten(
+            tree, _moved(leaves, [traced[k] for k in self._state], jax.memory.Space.Device)
+        )
+        results, tree = jax.tree.flatten(run(*args, **kwargs))
+        return jax.tree.unflatten(tree, _moved(results, self._state.values(), jax.memory.Space.Host))
+
+    def with_options(self, run: Callable[..., Any], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """`run`, a function of the same arguments, under `jax.jit` as the step is, and with more options of the compiler."""
+        options = self.options
+        if more:
+            options = options | {"compiler_options": {**(options.get("compiler_options") or {}), **more}}
+        run = functools.wraps(self.f)(run)
+        run.__name__ = self.name  # which a functools.partial has none of
+        return jax.jit(run, **options)
+
+    def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The step as it is written, traced. What is donated and stays as it is becomes a result."""
+        if self.graph is not None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
+            donated = donated_values(self.f, self.options, args, kwargs)
+            if not donated <= self._pure.returned:
+                self._pure.returned |= donated
+                self.plain = self._jitted()
+        return self.plain.trace(*args, **kwargs)
+
+
+def _moved(values: Arrays, numbers: Collection[int], to: Any) -> Arrays:
+    """The values, those with these numbers moved to another memory."""
+    return [jax.device_put(value, to) if i in numbers else value for i, value in enumerate(values)]
+
+
+class Call(NamedTuple):
+    """A step for certain arguments.
+
+    Attributes:
+      step: it.
+      args, kwargs: its arguments, taken apart.
+      leaves: of those that are dynamic.
+      traced: the step as it is written, traced for them.
+      elsewhere: numbers of leaves that the caller has in another memory.
+    """
+
+    step: Step
+    args: tuple
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    traced: Any
+    elsewhere: frozenset[int] = frozenset()
+
+    def with_leaves(self, others: Mapping[int, Any], step: Step | None = None) -> Call:
+        """The call with other leaves, by number, in other memories, of this step or another."""
+        step = self.step if step is None else step
+        leaves = [others.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        _, dynamic, named = step.statics.split(self.args, self.kwargs)
+        tree = jax.tree.structure((dynamic, named))
+        args, kwargs = step.statics.joined(self.args, self.kwargs, *jax.tree.unflatten(tree, leaves))
+        return Call(step, args, kwargs, leaves, step.trace(args, kwargs), self.elsewhere | others.keys())
+
+    @property
+    def donated(self) -> set[int]:
+        """Numbers of the leaves that are donated."""
+        return {k for k, info in enumerate(jax.tree.leaves(self.traced.args_info)) if info.donated}
