@@ -53,6 +53,17 @@ def coded():
         return optax.apply_updates(weights, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights))
+
+
+def loss():
+    import memjax
+
+    def step(head, x, labels):
+        loss = lambda head: memjax.linear_cross_entropy(x, head, labels, implementation="recompute/mosaic")
+        return head - jax.grad(loss)(head)
+
+    head, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2**15, 1024), (4096, 1024)))
+    return jax.jit(step, donate_argnums=0), (head, x, jax.ShapeDtypeStruct((4096,), jnp.int32))
 """
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 FOUR = jax.devices()[:4]
@@ -187,6 +198,13 @@ def test_kernels_are_compiled_for_gpus_that_are_not_there(folder):
     parameters = 2**24
     nbytes = fitted("ahead:coded --devices 1xh200", folder)["nbytes"]
     assert 4 * parameters < nbytes < (4.07 + 2) * parameters + 2**20, "weights, codes, gradients"
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin, and no GPU")
+def test_the_loss_has_its_kernels_for_gpus_that_are_not_there(folder):
+    """Which no other machine takes by that name."""
+    head, logits = 2**15 * 1024 * 2, 4096 * 2**15 * 2
+    assert head < fitted("ahead:loss --devices 1xh100", folder)["nbytes"] < 3 * head + logits
 
 
 def fitted(command, folder):
