@@ -55,6 +55,21 @@ def coded():
     return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights))
 
 
+def stated():
+    import optax
+
+    tx = optax.adamw(1e-3)
+
+    def step(weights, state, x):
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+        gradients = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(weights)
+        updates, state = tx.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    weights, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 512, 512), (512, 512)))
+    return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights), x)
+
+
 def loss():
     import memjax
 
@@ -205,6 +220,15 @@ def test_the_loss_has_its_kernels_for_gpus_that_are_not_there(folder):
     """Which no other machine takes by that name."""
     head, logits = 2**15 * 1024 * 2, 4096 * 2**15 * 2
     assert head < fitted("ahead:loss --devices 1xh100", folder)["nbytes"] < 3 * head + logits
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin, and no GPU")
+def test_state_lies_on_the_host_of_a_gpu_that_is_not_there(folder):
+    """Layer by layer on the device: weights and all of the state would take more than the budget."""
+    weights, budget = 16 * 512 * 512 * 4, 40 * 2**20
+    found = fitted(f"ahead:stated --devices 1xh100 --budget {budget}B --allow recompute offload", folder)
+    assert weights < found["nbytes"] <= budget < 3 * weights
+    assert found["plan"]["host_nbytes"] in (weights, 2 * weights)
 
 
 def fitted(command, folder):

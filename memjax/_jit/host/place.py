@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from memjax._core.check import readable_bytes
-from memjax._core.compat import is_described, type_on_host
+from memjax._core.compat import on_host, type_on_host
 from memjax._core.meshes import devices_of, own_sharding
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError
@@ -21,7 +21,6 @@ from memjax._jit.derivatives.acting import MAKE_ONE
 from memjax._jit.host.state import state_of
 from memjax._jit.step_plan import StepPlan
 
-_HOST = "pinned_host"
 _TRIES = 3  # of how much lies on the host; the last one is of all
 
 
@@ -48,14 +47,14 @@ def with_state_on_host(call: Call, device: Any, room: int | str, search: Callabl
         raise BudgetError(f"{refused}\nnote: {why_not}", least)
     sizes = _sizes(call, state)
     if refused is None:
-        return _noted(search(_on_host(call, state, state, device), room), sizes, None, device)
+        return _noted(search(_with_state(call, state, state, device), room), sizes, None, device)
     least, chosen = refused.least, list[int]()
     budget, needed = least.budget, 0
     for last in [False] * (_TRIES - 1) + [True]:
         needed += least.nbytes - budget
         chosen = [*sizes] if last else _first(sizes, needed, len(chosen) + 1)
         try:
-            found = search(_on_host(call, state, chosen, device), budget)
+            found = search(_with_state(call, state, chosen, device), budget)
             return _noted(found, {k: sizes[k] for k in chosen}, refused.least, device)
         except BudgetError as error:
             least = error.least
@@ -70,28 +69,29 @@ def on_host_by(call: Call, numbers: Collection[int], device: Any) -> Call:
     if not state.keys() >= {*numbers}:
         what = f"state on the host that cannot be there ({why_not or 'this step has other state'})"
         raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
-    return _on_host(call, state, numbers, device)
+    return _with_state(call, state, numbers, device)
 
 
 def _movable(call: Call, device: Any) -> tuple[dict[int, int], str | None]:
     """The state of a step that can lie on the host, as `state_of` gives it, and why there is none, for people."""
-    if is_described(device) or _HOST not in {memory.kind for memory in device.addressable_memories()}:
-        return {}, "offload: state stays on the device, beside which JAX tells no pinned memory of the host"
     every = state_of(call.traced.jaxpr, call.donated)
-    found = {k: i for k, i in every.items() if _place_of(call, k, device) is not None}
-    if not found:
+    places = _places(call, every, device)
+    if every and not places:
+        return {}, "offload: state stays on its devices, beside which JAX tells no pinned memory of the host"
+    if not every:
         needs = "donated arguments (donate_argnums) of which it returns new values, and that no derivative reads"
         return {}, f"offload: the step has no state that could lie on the host: {needs}"
-    return found, None
+    return {k: i for k, i in every.items() if k in places}, None
 
 
-def _place_of(call: Call, k: int, device: Any) -> Any | None:
-    """The sharding on the host of a leaf; None if it is not known where the leaf lies."""
-    told = _options_by_leaf(call).get("in_shardings", {}).get(k, own_sharding(call.leaves[k]))
-    several = len(devices_of(list(map(own_sharding, call.leaves)))) > 1
-    if told is None and not several:
-        told = SingleDeviceSharding(device)
-    return told.with_memory_kind(_HOST) if isinstance(told, Sharding) else None
+def _places(call: Call, numbers: Iterable[int], device: Any) -> dict[int, Any]:
+    """The shardings on the host of leaves; without those of which it is not known where they lie, or beside no such memory."""
+    told = _options_by_leaf(call).get("in_shardings", {})
+    is_one = len(devices_of(list(map(own_sharding, call.leaves)))) == 1
+    usual = SingleDeviceSharding(device) if is_one else None
+    lie = {k: told.get(k) or own_sharding(call.leaves[k]) or usual for k in numbers}
+    found = {k: on_host(one) for k, one in lie.items() if isinstance(one, Sharding)}
+    return {k: place for k, place in found.items() if place is not None}
 
 
 def _sizes(call: Call, state: Iterable[int]) -> dict[int, int]:
@@ -111,20 +111,19 @@ def _first(sizes: Mapping[int, int], needed: int, least: int) -> list[int]:
     return [k for i, (k, sum_before) in enumerate(zip(sizes, before, strict=False)) if sum_before < needed or i < least]
 
 
-def _on_host(call: Call, state: Mapping[int, int], numbers: Iterable[int], device: Any) -> Call:
+def _with_state(call: Call, state: Mapping[int, int], numbers: Iterable[int], device: Any) -> Call:
     """The step with some of its state on the host."""
     some = {k: state[k] for k in numbers}
     options = dict(call.step.options)
     for name, by_leaf in _options_by_leaf(call).items():
         ours = some.keys() if name == "in_shardings" else {*some.values()}
         tree = _tree(call, name)
-        hosts = [one.with_memory_kind(_HOST) if one and i in ours else one for i, one in by_leaf.items()]
+        hosts = [on_host(one) if one and i in ours else one for i, one in by_leaf.items()]
         options[name] = jax.tree.unflatten(jax.tree.structure(tree), hosts)
-    leaves = {k: call.leaves[k] for k in some}
-    types = {
-        k: type_on_host(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), _place_of(call, k, device))
-        for k, leaf in leaves.items()
-    }
+    types = {}
+    for k, place in _places(call, some, device).items():
+        leaf = call.leaves[k]
+        types[k] = type_on_host(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), place)
     return call.with_leaves(types, Step(call.step.f, call.step.graph, options, some))
 
 
@@ -155,7 +154,8 @@ def _noted(entry: Any, sizes: Mapping[int, int], refused: StepPlan | None, devic
     nbytes, rates, plan = sum(sizes.values()), costs.device(device), entry.plan
     seconds = costs.moving_seconds(nbytes, rates)
     if refused is None:
-        plain = dataclasses.replace(plan, plain_nbytes=plan.plain_nbytes + nbytes, plain_is_predicted=True)
+        more = nbytes if rates.platform == "cpu" else 0  # others have a copy of it on the device
+        plain = dataclasses.replace(plan, plain_nbytes=plan.plain_nbytes + more, plain_is_predicted=True)
         plain = dataclasses.replace(plain, plain_seconds=max(plan.plain_seconds - seconds, 0))
     else:
         names = "plain_nbytes", "plain_is_predicted", "plain_seconds"
