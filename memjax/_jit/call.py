@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,8 +15,6 @@ import jax
 from flax import nnx
 
 from memjax._core.arguments import Statics, is_nnx, objects_in, with_changes
-from memjax._core.compat import is_tracer
-from memjax._core.lists import Arrays
 from memjax._core.program.scopes import function_name
 
 
@@ -94,8 +92,7 @@ class Step:
 
     Args:
       f, graph, options: as below.
-      state: by number of a dynamic leaf of the arguments that lies in the memory of the host, that of the leaf of the results
-        which is its new value, and lies there, too.
+      run: what runs in place of `f`, a function of arguments that are taken apart; None: `f` itself.
 
     Attributes:
       graph: that structure.
@@ -108,30 +105,21 @@ class Step:
         f: Callable[..., Any],
         graph: Any,
         options: dict[str, Any],
-        state: Mapping[int, int] = MappingProxyType({}),
+        run: Callable[..., Any] | None = None,
     ):
         self.graph, self.f, self.options = graph, f, options
         self.name = function_name(f)
         self.statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
-        self._state = state
+        self._run = run
         self._pure = Pure(f, graph)
         self.plain = self._jitted()
 
     def _jitted(self) -> Any:
-        if self.graph is None and not self._state:
+        if self._run is not None:
+            return self.with_options(self._run)
+        if self.graph is None:
             return jax.jit(self.f, **self.options)
-        run = self.f if self.graph is None else lambda *args, **kwargs: self._pure(args, kwargs)
-        return self.with_options(functools.partial(self._with_state_on_device, run) if self._state else run)
-
-    def _with_state_on_device(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`run`, to which state that lies on the host is moved and from which it is moved back."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if is_tracer(leaf)]  # the others are static
-        args, kwargs = jax.tree.unflatten(
-            tree, _moved(leaves, [traced[k] for k in self._state], jax.memory.Space.Device)
-        )
-        results, tree = jax.tree.flatten(run(*args, **kwargs))
-        return jax.tree.unflatten(tree, _moved(results, self._state.values(), jax.memory.Space.Host))
+        return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
 
     def with_options(self, run: Callable[..., Any], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """`run`, a function of the same arguments, under `jax.jit` as the step is, and with more options of the compiler."""
@@ -144,17 +132,12 @@ class Step:
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""
-        if self.graph is not None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
+        if self.graph is not None and self._run is None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
             donated = donated_values(self.f, self.options, args, kwargs)
             if not donated <= self._pure.returned:
                 self._pure.returned |= donated
                 self.plain = self._jitted()
         return self.plain.trace(*args, **kwargs)
-
-
-def _moved(values: Arrays, numbers: Collection[int], to: Any) -> Arrays:
-    """The values, those with these numbers moved to another memory."""
-    return [jax.device_put(value, to) if i in numbers else value for i, value in enumerate(values)]
 
 
 class Call(NamedTuple):

@@ -1,5 +1,7 @@
 """`allow=("offload",)` puts optimizer state into the memory of the host where a step does not fit otherwise."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,36 @@ def test_the_step_fits_and_training_is_the_same(name, count):
     [loop] = [eqn for eqn in step.trace(params, state, x).jaxpr.eqns if "dynamic_update_slice" in str(eqn.params)]
     turns = [eqn.outvars[0].aval for eqn in loop.params["jaxpr"].eqns if eqn.primitive.name == "device_put"]
     assert [aval.shape[0] for aval in turns] == [1] * 2 * sum(leaf.shape[:1] == (LAYERS,) for leaf in on_host)
+
+
+def test_without_a_scan_state_is_moved_array_by_array():
+    def step(params, state, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        updates, state = ADAM.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jnp.eye(64) + 0.1 * i for i in range(4)]
+    args = params, jax.jit(ADAM.init)(params), jnp.ones((8, 64))
+    fits = memjax.jit(step, budget="min", allow=ALLOW, donate_argnums=(0, 1))
+    eqns = fits.trace(*args).jaxpr.eqns
+    puts = [eqn.outvars[0].aval.memory_space for eqn in eqns if eqn.primitive.name == "device_put"]
+    on_device = [*itertools.accumulate(1 if to == jax.memory.Space.Device else -1 for to in puts)]
+    assert len(puts) == 4 * len(params)
+    assert on_device[-1] == 0 < max(on_device) <= 2
+    # They wait for their gradient and, but for the first ones, for the two that were moved before.
+    barriers = [eqn.invars for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    waits = [sum(map(is_on_host, atoms)) for atoms in barriers if is_on_host(atoms[0]) and not is_on_host(atoms[1])]
+    assert waits.count(3) >= 2 * (len(params) - 1)
+    assert_equal(fits(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
+
+
+def is_on_host(atom):
+    return atom.aval.memory_space == jax.memory.Space.Host
 
 
 def test_state_is_taken_from_wherever_it_is(count):

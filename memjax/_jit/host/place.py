@@ -12,12 +12,13 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from memjax._core.check import readable_bytes
-from memjax._core.compat import on_host, type_on_host
+from memjax._core.compat import is_tracer, on_host, type_on_host
 from memjax._core.meshes import devices_of, own_sharding
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError
 from memjax._jit.call import Call, Step
 from memjax._jit.derivatives.acting import MAKE_ONE
+from memjax._jit.host.program import with_moves
 from memjax._jit.host.state import state_of
 from memjax._jit.step_plan import StepPlan
 
@@ -59,7 +60,7 @@ def with_state_on_host(call: Call, device: Any, room: int | str, search: Callabl
         except BudgetError as error:
             least = error.least
             if len(chosen) == len(sizes):
-                raise
+                raise error if least.nbytes < refused.least.nbytes else refused from None
     raise AssertionError("the last try is of all")
 
 
@@ -124,7 +125,13 @@ def _with_state(call: Call, state: Mapping[int, int], numbers: Iterable[int], de
     for k, place in _places(call, some, device).items():
         leaf = call.leaves[k]
         types[k] = type_on_host(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), place)
-    return call.with_leaves(types, Step(call.step.f, call.step.graph, options, some))
+    moved, out_tree = with_moves(call.traced.jaxpr, some), jax.tree.structure(call.traced.out_info)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
+        return jax.tree.unflatten(out_tree, moved(given))
+
+    return call.with_leaves(types, Step(call.step.f, call.step.graph, options, run))
 
 
 def _options_by_leaf(call: Call) -> dict[str, dict[int, Any]]:

@@ -46,10 +46,14 @@ def state_of(closed: Any, donated: Collection[int]) -> dict[int, int]:
             found[k] = min(alike, key=order)
             free.remove(found[k])
     size = {k: nbytes(inputs[k].aval) for k in found}
-    lengths = {loop.params["length"] for loop in backward_loops(program)}
-    of_turns = lambda k: inputs[k].aval.shape[0] in lengths
+    of_turns = lambda k: is_of_turns(program, inputs[k])
     worth_it = [k for k in found if size[k] * _LITTLE >= sum(size.values())]
     return {k: found[k] for k in sorted(worth_it, key=lambda k: (not of_turns(k), -size[k]))}
+
+
+def is_of_turns(program: Program, var: Any) -> bool:
+    """Whether an array may have a slice for each turn of a loop of a backward pass."""
+    return any(var.aval.shape[:1] == (loop.params["length"],) for loop in backward_loops(program))
 
 
 def _are_alike(out: Any, var: Any) -> bool:
@@ -66,7 +70,7 @@ def _origins(program: Program, inputs: Mapping[int, Any]) -> tuple[dict[Any, int
     results = {*variables(program.outvars)}
     for eqn, reads in zip(program.eqns, program.flow.reads, strict=True):
         inside = functools.reduce(operator.or_, (before.get(var, 0) for var in reads), 0)
-        if _has_derivative(eqn) or (expensive(eqn) and eqn.primitive is not UPDATE):
+        if has_derivative(eqn) or (expensive(eqn) and eqn.primitive is not UPDATE):
             read |= inside
             continue
         every = functools.reduce(operator.or_, (origins.get(var, 0) for var in reads), 0)
@@ -75,5 +79,6 @@ def _origins(program: Program, inputs: Mapping[int, Any]) -> tuple[dict[Any, int
     return origins, read
 
 
-def _has_derivative(eqn: Any) -> bool:
-    return bool(derivatives(name_stack(eqn))) or any(_has_derivative(one) for body in bodies(eqn) for one in body.eqns)
+def has_derivative(eqn: Any) -> bool:
+    """Whether it is part of a derivative, or holds one."""
+    return bool(derivatives(name_stack(eqn))) or any(has_derivative(one) for body in bodies(eqn) for one in body.eqns)
