@@ -180,20 +180,20 @@ def _searched(planned: _Planned, allow: Sequence[str], room: int | str) -> Entry
     return planned.entry(chosen, best)
 
 
-def frontier(traced: Any, asked: Asked, leaves: Sequence[Any]) -> list[StepPoint]:
+def frontier(call: Call, asked: Asked) -> list[StepPoint]:
     """What a step is predicted to hold and to take, by budget: see `Ways.frontier`. Nothing is compiled."""
-    return _predicted(traced, asked, leaves).frontier()
+    return _predicted(call, asked).frontier()
 
 
-def notes(traced: Any, asked: Asked, leaves: Sequence[Any]) -> tuple[str, ...]:
+def notes(call: Call, asked: Asked) -> tuple[str, ...]:
     """Which of the ways that are allowed a step does not have, and why. Nothing is compiled."""
-    ways = _predicted(traced, asked, leaves)
+    ways = _predicted(call, asked)
     return ways.notes if ways.body.has_passes else ()
 
 
-def _predicted(traced: Any, asked: Asked, leaves: Sequence[Any]) -> Ways:
+def _predicted(call: Call, asked: Asked) -> Ways:
     """The ways of a step of which none is compiled."""
-    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
+    traced, layout, device = call.traced, _layout(call.traced.jaxpr, call.leaves), _device(call.leaves)
 
     def compile_with(body: Body, acting: Acting) -> Any:
         raise AssertionError("this is predicted")

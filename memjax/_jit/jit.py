@@ -24,7 +24,7 @@ from memjax._jit.call import Call, Step, state_of, taken_apart
 from memjax._jit.decide import Asked, Entry, decided, frontier, kind_of
 from memjax._jit.decide import notes as notes_of
 from memjax._jit.explained import explained_peak
-from memjax._jit.host.moves import kind_anywhere, with_state_on_device
+from memjax._jit.host.moves import kind_anywhere, type_on_device, with_state_on_device
 from memjax._jit.step_plan import StepPlan, StepPoint
 
 _ALLOWED = ("recompute", "tile", "microbatch", "offload", "compress", "two_passes")
@@ -153,7 +153,7 @@ class Jitted:
         Nothing is compiled, and bytes are those of a device. The budget does not matter. The list is empty for a step
         without derivatives.
         """
-        return frontier(*self._to_predict(args, kwargs))
+        return frontier(self._to_predict(args, kwargs), self._asked)
 
     @traced_for_arguments
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,10 +169,13 @@ class Jitted:
     @traced_for_arguments
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
+        given = {name: value for name, value in kwargs.items() if name not in _OF_EXPLAIN}
+        call = self._to_predict(args, given)
+        if call.elsewhere:
+            args, kwargs = jax.tree.map(type_on_device, (args, kwargs))
         marked, named = self._statics.marked(args, kwargs)
         found = explain(self._f, *marked, **named)
-        given = {name: value for name, value in kwargs.items() if name not in _OF_EXPLAIN}
-        notes = (*found.notes, *notes_of(*self._to_predict(args, given)))
+        notes = (*found.notes, *notes_of(call, self._asked))
         return dataclasses.replace(found, notes=notes, line=line(self._f, self.options | {"budget": "40GiB"}))
 
     @traced_for_arguments
@@ -228,12 +231,11 @@ class Jitted:
         with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
             return step.trace(args, kwargs)
 
-    def _to_predict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Asked, list[Any]]:
-        """The step traced, what is asked of it, and the leaves of its dynamic arguments."""
+    def _to_predict(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """The step for these arguments, of which nothing is compiled."""
         graph, apart, named = taken_apart(args, kwargs)
         _, dynamic, dynamic_named = self._statics.split(apart, named)
-        traced = self._traced(self._step(graph), apart, named)
-        return traced, self._asked, jax.tree.leaves((dynamic, dynamic_named))
+        return self._called(self._step(graph), apart, named, jax.tree.leaves((dynamic, dynamic_named)))
 
     def _entry(
         self, step: Step, of_call: Any, args: tuple, kwargs: dict[str, Any], dynamic: tuple, named: dict[str, Any]

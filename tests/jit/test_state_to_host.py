@@ -113,6 +113,8 @@ def test_state_is_taken_from_wherever_it_is(count):
     assert kinds(out) == {"device"}
     again = fitted(f, args)
     assert again.plan(*restored, args[2]).on_host
+    assert again.frontier(*restored, args[2]) == again.frontier(*args)
+    assert again.explain(*restored, args[2]).residual_bytes == again.explain(*args).residual_bytes
     out = again(*restored, args[2])
     assert_equal(out, expected)
     assert "pinned_host" in kinds(out[1])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax._core.lists import Arrays
-from memjax._core.meshes import is_in_host_memory
+from memjax._core.meshes import is_in_host_memory, own_sharding
 from memjax._jit.call import Call, Step
 
 
@@ -57,12 +57,16 @@ def kind_anywhere(leaf: Any) -> Any:
 
 def with_state_on_device(step: Step, args: tuple, kwargs: dict[str, Any], leaves: Arrays) -> Call | None:
     """The step for leaves of which those on the host are moved to a device; None if there are none."""
-    others = {
-        i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=_on_device(leaf.sharding))
-        for i, leaf in enumerate(leaves)
-        if is_in_host_memory(getattr(leaf, "sharding", None))
-    }
+    others = {i: type_on_device(leaf) for i, leaf in enumerate(leaves) if is_in_host_memory(own_sharding(leaf))}
     return Call(step, args, kwargs, leaves, None).with_leaves(others) if others else None
+
+
+def type_on_device(leaf: Any) -> Any:
+    """The type on a device of what lies on the host; all else as it is."""
+    if not is_in_host_memory(own_sharding(leaf)):
+        return leaf
+    sharding = _on_device(leaf.sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
 
 
 def _on_device(sharding: Any) -> Any:
