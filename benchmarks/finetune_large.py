@@ -59,13 +59,13 @@ class Config:
     master: Literal["rounded", "split"] = "rounded"
     """bfloat16 weights alone, rounded at random, or float32 masters whose upper halves they are."""
     state: Literal["device", "host"] = "device"
-    """Where AdamW's moments lie. From the host a step moves those of one layer at a time, and back."""
+    """Where the step has AdamW's moments by itself. From the host it moves those of one layer at a time, and back."""
     policy: Literal["plan", "checkpoint"] = "plan"
     """`memjax.jit`, or `jax.jit` with `jax.checkpoint` round each layer."""
     budget: str = "75GiB"
     """Memory that the step may hold, as for `memjax.jit`."""
     allow: tuple[str, ...] = ("recompute", "tile")
-    """What plans may do."""
+    """What plans may do; "offload": have the moments on the host."""
     steps: int = 3
     """The first is timed by itself. 0: plan and compile."""
     forward_backward: bool = False
@@ -217,6 +217,7 @@ def kinds(memory: Any, count: int) -> dict[str, Any]:
         "temporaries": memory.temp_size_in_bytes,
         "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
+        "host": memory.host_argument_size_in_bytes,
     }
     held = found["arguments"] + found["results"]
     return found | {"arguments_and_results_a_parameter": round(held / count, 4)}
@@ -225,7 +226,7 @@ def kinds(memory: Any, count: int) -> dict[str, Any]:
 def compile_ahead(config: Config, count: int) -> dict[str, Any]:
     assert config.ahead is not None
     if config.state == "host":
-        raise SystemExit("--state host needs the GPU: JAX knows no memory of the host beside one that is not there")
+        raise SystemExit("--state host needs the GPU; for one that is not there, pass --allow recompute tile offload")
     jax.devices()  # the backend of this machine has to exist first
     text = config.ahead.read_text()
     topology: Any = topologies.get_topology_desc(

@@ -18,6 +18,9 @@ _FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimizatio
 _FLAGS.append("--xla_cpu_max_isa=AVX512")
 # Programs are small: dividing them for several threads takes longer than it saves.
 _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
+# XLA:CPU ends the process where a simulated device comes to a collective a minute after the first one, 20 seconds until it
+# warns and then 40, which a busy machine can take. There is a thread for each device, so that all of them do come.
+_FLAGS.append("--xla_cpu_collective_call_terminate_timeout_seconds=600")
 if importlib.metadata.version("jax").startswith("0.10."):
     # The newer of two generators of code takes twice as long. Later versions have no other.
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")

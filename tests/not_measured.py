@@ -34,6 +34,7 @@ NOT_MEASURED: dict[str, list[str]] = {
         "with b2 = 0.99 a closed form has 7% of the update's own",
         "in 4 bits it is less than 60%.",
         *("at the 3.35 TB/s of the data sheet", "Numbers above 2.5e38 in a state"),
+        "XLA pins no more than 64 GB of the host's memory",  # its default
     ],
     "docs/guides/plan.md": [
         "the compiler reserves 512 KiB besides",  # what the page's code prints

@@ -53,6 +53,41 @@ def coded():
         return optax.apply_updates(weights, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights))
+
+
+def stated(of=None, weights=None):
+    import optax
+
+    tx = optax.adamw(1e-3)
+    layer = lambda x, w: x + jnp.tanh(x @ w)
+    of = of or (lambda x, w: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
+
+    def step(weights, state, x):
+        gradients = jax.grad(lambda w: jnp.mean(of(x, w) ** 2))(weights)
+        updates, state = tx.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    typed = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    weights = weights or typed(6, 1024, 1024)
+    return jax.jit(step, donate_argnums=(0, 1)), (weights, jax.eval_shape(tx.init, weights), typed(1024, 1024))
+
+
+def unrolled():
+    import functools
+
+    of = lambda x, w: functools.reduce(lambda x, w: x + jnp.tanh(x @ w), w, x)
+    return stated(of, [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 6)
+
+
+def loss():
+    import memjax
+
+    def step(head, x, labels):
+        loss = lambda head: memjax.linear_cross_entropy(x, head, labels, implementation="recompute/mosaic")
+        return head - jax.grad(loss)(head)
+
+    head, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2**15, 1024), (4096, 1024)))
+    return jax.jit(step, donate_argnums=0), (head, x, jax.ShapeDtypeStruct((4096,), jnp.int32))
 """
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 FOUR = jax.devices()[:4]
@@ -187,6 +222,24 @@ def test_kernels_are_compiled_for_gpus_that_are_not_there(folder):
     parameters = 2**24
     nbytes = fitted("ahead:coded --devices 1xh200", folder)["nbytes"]
     assert 4 * parameters < nbytes < (4.07 + 2) * parameters + 2**20, "weights, codes, gradients"
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin, and no GPU")
+def test_the_loss_has_its_kernels_for_gpus_that_are_not_there(folder):
+    """Which no other machine takes by that name."""
+    head, logits = 2**15 * 1024 * 2, 4096 * 2**15 * 2
+    assert head < fitted("ahead:loss --devices 1xh100", folder)["nbytes"] < 3 * head + logits
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin, and no GPU")
+@pytest.mark.parametrize("layers", ["stated", "unrolled"])
+def test_state_lies_on_the_host_of_a_gpu_that_is_not_there(layers, folder):
+    """One layer's on the device. Beside weights, state and a batch that would leave room for two arrays more."""
+    array = 1024 * 1024 * 4
+    weights, budget = 6 * array, (3 * 6 + 1 + 2) * array
+    found = fitted(f"ahead:{layers} --devices 1xh100 --budget {budget}B --allow recompute offload", folder)
+    assert found["nbytes"] <= budget
+    assert array <= found["plan"]["host_nbytes"] <= 2 * weights
 
 
 def fitted(command, folder):

@@ -50,7 +50,7 @@ def _losses() -> str:
 
 
 def _whole_step() -> str:
-    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead", "8b_h200", "33b_h200")]
+    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead", "8b_h200", "33b_h200", "33b_host")]
     ways = {"checkpoint": "`jax.checkpoint` a layer, `jax.jit`", "plan": "`memjax.jit`"}
     body = [
         [
@@ -58,6 +58,7 @@ def _whole_step() -> str:
             ways[row["policy"]],
             f"{row['device'].split()[1]}, {row['tokens']:,}",
             f"{row['arguments'] / 2**30:.1f}",
+            f"{row['host'] / 2**30:.1f}" if row.get("host") else "",
             f"{row['temporaries'] / 2**30:.1f}",
             f"{row['workspace'] / 2**30:.1f}",
             f"{sum(row[name] for name in ('arguments', 'temporaries', 'results', 'code', 'workspace')) / 2**30:.1f}",
@@ -71,6 +72,7 @@ def _whole_step() -> str:
         "by",
         "GPU, tokens",
         "weights and state, GiB",
+        "state on the host",
         "temporaries",
         "cuDNN",
         "all",

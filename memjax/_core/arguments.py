@@ -119,6 +119,13 @@ class Statics:
                 raise check.fail(TypeError, name, "hashable, as it is static", value, fix) from None
         return (numbered, named), others, {name: value for name, value in kwargs.items() if name not in self._names}
 
+    def joined(
+        self, args: tuple, kwargs: dict[str, Any], others: tuple, named: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The arguments with these in place of those that are not static: what `split` gives, taken back."""
+        given = iter(others)
+        return tuple(arg if i in self._numbers else next(given) for i, arg in enumerate(args)), kwargs | named
+
 
 def _bound(tree: Any) -> Any:
     is_number = lambda leaf: is_array_or_number(leaf) and not is_array(leaf)

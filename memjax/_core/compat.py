@@ -22,7 +22,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.source_info_util import user_context
 from jax.interpreters import batching
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 
 def _folder(package: str) -> str:
@@ -33,6 +33,7 @@ def _folder(package: str) -> str:
 # Frames of these are not the user's.
 _LIBRARIES = tuple(_folder(package) for package in ("jax", "flax", "memjax", "optax"))
 _TRANSFORM = re.compile(r"\w+\(|\)")
+HOST = "pinned_host"  # its memory, as JAX calls it
 _DERIVATIVE = re.compile(r"\b(jvp|transpose)\(")
 
 
@@ -201,6 +202,29 @@ def is_described(device: Any) -> bool:
 def typed_on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The same, so that it is traced as an array with its sharding in the memory of the host is. JAX 0.10 cannot do that."""
     return struct.update(_memory_space=jax.memory.Space.Host) if hasattr(struct, "_memory_space") else struct
+
+
+def type_on_host(shape: Sequence[int], dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    """What is traced as an array with this sharding in the memory of the host: a type, or with JAX 0.10 an array of zeros."""
+    struct = jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type, sharding=sharding)
+    is_known = hasattr(struct, "_memory_space")
+    return typed_on_host(struct) if is_known else jax.device_put(np.zeros(shape, dtype), sharding)
+
+
+class _OnHostOfDescribed(SingleDeviceSharding):
+    """In the memory of the host of a device that is not there. JAX drops memory kinds that it knows of no device."""
+
+    @property
+    def memory_kind(self) -> str:
+        return HOST
+
+
+def on_host(sharding: Any) -> Any | None:
+    """The sharding of the same parts in the pinned memory of the host; None where JAX knows none."""
+    device = next(iter(sharding.device_set))
+    if is_described(device):
+        return _OnHostOfDescribed(device) if len(sharding.device_set) == 1 else None
+    return sharding.with_memory_kind(HOST) if HOST in {one.kind for one in device.addressable_memories()} else None
 
 
 def is_x64() -> bool:

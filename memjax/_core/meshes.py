@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
+from memjax._core.compat import HOST
 from memjax._core.lists import drop, pick
 
 
@@ -20,7 +21,7 @@ def own_sharding(value: Any) -> Any:
 
 def is_in_host_memory(sharding: Any) -> bool:
     """Whether arrays lie in the memory of the host, which JAX moves to a device where a step says so."""
-    return getattr(sharding, "memory_kind", None) == "pinned_host"
+    return getattr(sharding, "memory_kind", None) == HOST
 
 
 def parts(sharding: Any, but: Collection[str] = ()) -> int:

@@ -72,6 +72,13 @@ def is_traced_for_one_device() -> bool:
     return get_abstract_mesh().empty if is_described(traced_device()) else jax.device_count() == 1
 
 
+def capability_for_triton() -> int | None:
+    """The compute capability of the NVIDIA GPU that is traced for, as `jax_triton` takes it: 90. None: it asks the GPU, which is
+    there."""
+    device = traced_device()
+    return round(10 * float(device.compute_capability)) if is_described(device) else None
+
+
 _only_on_cuda_p = Primitive("only_on_cuda")
 
 

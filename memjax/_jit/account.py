@@ -12,6 +12,7 @@ from memjax._core.check import readable_bytes
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.scopes import Paths
 from memjax._explain.peak import alive_at_peak
+from memjax._jit.candidates import fixed_bytes
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.memory.layout import Layout, local_bytes
 
@@ -24,12 +25,6 @@ class BudgetError(ValueError):
     def __init__(self, message: str, least: StepPlan):
         super().__init__(message)
         self.least = least
-
-
-def fixed_bytes(program: Any) -> tuple[int, int]:
-    """Bytes of a device for arguments, and for results that are no donated arguments, of a compiled step."""
-    found = program.memory_analysis()
-    return found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
 
 
 def account(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from memjax._core.meshes import device_of, is_in_host_memory
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.budget.known import Key
@@ -53,8 +57,26 @@ class Compiled(NamedTuple):
 def held_bytes(program: Any) -> int:
     """Bytes of a device that a compiled program holds: arguments, results that are no donated arguments, temporaries, code."""
     found = program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+    return sum(fixed_bytes(program)) + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
+def fixed_bytes(program: Any) -> tuple[int, int]:
+    """Bytes of a device for arguments, and for results that are no donated arguments, of a compiled step.
+
+    XLA:CPU counts what lies in the memory of the host, which is that of the CPU. Here it does not count, so that a step can be
+    tried on a CPU.
+    """
+    found = program.memory_analysis()
+    infos = jax.tree.leaves(program.args_info)
+    shardings = jax.tree.leaves(program.input_shardings, is_leaf=lambda one: one is None)  # None: it is not read
+    on_host = sum(_on_host_of_cpu(info._aval, one) for info, one in zip(infos, shardings, strict=True))
+    return found.argument_size_in_bytes - on_host, found.output_size_in_bytes - found.alias_size_in_bytes
+
+
+def _on_host_of_cpu(aval: Any, sharding: Any) -> int:
+    if not is_in_host_memory(sharding) or device_of([sharding]).platform != "cpu":
+        return 0
+    return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
 
 
 def key_of_all(acting: Chosen) -> frozenset[Any]:

@@ -7,7 +7,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +18,7 @@ from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
-from memjax._core.program.scopes import function_name
-from memjax._jit.account import BudgetError, account, beside, donated_results, fixed_bytes
+from memjax._jit.account import BudgetError, account, beside, donated_results
 from memjax._jit.cache import (
     directory,
     found_in_jax_cache,
@@ -31,11 +29,13 @@ from memjax._jit.cache import (
     save,
     save_program,
 )
-from memjax._jit.call import Pure, donated_values
-from memjax._jit.candidates import DoesNotFitError, held_bytes
+from memjax._jit.call import Call
+from memjax._jit.candidates import DoesNotFitError, fixed_bytes, held_bytes
 from memjax._jit.derivatives.acting import MAKE_ONE, acting_by
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
+from memjax._jit.host.moves import is_at, moved, moves_of
+from memjax._jit.host.place import on_host_by, with_state_on_host
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -56,15 +56,38 @@ class Entry:
     Args:
       plan: of it.
       program: it, compiled.
+      call: it, with its arguments where it has them.
       as_jitted: gives it as a function under `jax.jit`.
+      was_loaded: whether JAX has found the program in its cache.
     """
 
-    def __init__(self, plan: StepPlan, program: Any, as_jitted: Callable[[], Any]):
-        self.plan, self.program, self._as_jitted = plan, program, as_jitted
+    def __init__(self, plan: StepPlan, program: Any, call: Call, as_jitted: Callable[[], Any], was_loaded: bool):
+        self.plan, self.program, self._call, self._as_jitted = plan, program, call, as_jitted
+        self.moves, self.was_loaded = moves_of(call), was_loaded
 
     @functools.cached_property
     def jitted(self) -> Any:
         return self._as_jitted()
+
+    def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The step traced for such arguments, where it has them."""
+        return (
+            self.jitted.trace(*self._call.args, **self._call.kwargs)
+            if self.moves
+            else self.jitted.trace(*args, **kwargs)
+        )
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The results for arguments that are not static. They are moved first to where the step has them."""
+        if self.moves:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            args, kwargs = jax.tree.unflatten(tree, moved(leaves, self.moves))
+        return self.program(*args, **kwargs)
+
+    def is_in_place(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether nothing is moved first."""
+        leaves = jax.tree.leaves((args, kwargs)) if self.moves else []
+        return len(leaves) > max(self.moves, default=-1) and all(is_at(leaves[k], self.moves[k]) for k in self.moves)
 
 
 class Asked(NamedTuple):
@@ -76,73 +99,44 @@ class Asked(NamedTuple):
     cache_dir: str | os.PathLike | None
 
 
-class Step:
-    """A step whose NNX objects have a certain structure.
-
-    Attributes:
-      graph: that structure.
-      f, name, options: the function, its name, and what `jax.jit` is given.
-      plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
-    """
-
-    def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
-        self.graph, self.f, self.options = graph, f, options
-        self.name = function_name(f)
-        self._pure = Pure(f, graph)
-        self.plain = self._jitted()
-
-    def _jitted(self) -> Any:
-        if self.graph is None:
-            return jax.jit(self.f, **self.options)
-        return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
-
-    def with_options(self, run: Callable[..., Any], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """`run`, a function of the same arguments, under `jax.jit` as the step is, and with more options of the compiler."""
-        options = self.options
-        if more:
-            options = options | {"compiler_options": {**(options.get("compiler_options") or {}), **more}}
-        run = functools.wraps(self.f)(run)
-        run.__name__ = self.name  # which a functools.partial has none of
-        return jax.jit(run, **options)
-
-    def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The step as it is written, traced. What is donated and stays as it is becomes a result."""
-        if self.graph is not None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
-            donated = donated_values(self.f, self.options, args, kwargs)
-            if not donated <= self._pure.returned:
-                self._pure.returned |= donated
-                self.plain = self._jitted()
-        return self.plain.trace(*args, **kwargs)
-
-
-def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Entry:
-    """The step for these arguments, traced: as it is written if it fits, or by a plan."""
-    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
-    planned = _Planned(step, traced, args, kwargs, device.platform)
+def decided(call: Call, asked: Asked) -> Entry:
+    """The step for these arguments: as it is written if it fits, or by a plan."""
+    planned = _Planned(call)
     if asked.plan is not None:
-        return planned.by(asked.plan, layout)
-    if not are_in_all_processes(leaves):
-        return _decided_here(step, traced, asked, planned, layout, device, leaves)
+        return planned.by(asked.plan)
+    if not are_in_all_processes(call.leaves):
+        return _decided_here(planned, asked)
     found: list[Entry] = []
 
     def plan() -> StepPlan:
-        found.append(_decided_here(step, traced, asked, planned, layout, device, leaves))
+        found.append(_decided_here(planned, asked))
         return found[0].plan
 
     plan_of_all = plan_of_the_first(plan)
-    return found[0] if found else planned.by(plan_of_all, layout)
+    return found[0] if found else planned.by(plan_of_all)
 
 
-def _decided_here(
-    step: Step, traced: Any, asked: Asked, planned: _Planned, layout: Layout, device: Any, leaves: Sequence[Any]
-) -> Entry:
+def _decided_here(planned: _Planned, asked: Asked) -> Entry:
     """The same, decided in this process."""
-    kept = _Kept(asked, step, traced, leaves, device)
-    arguments, results = beside(traced, layout)
-    room = _room(asked.budget, arguments, device)
-    found = kept.entry(planned, layout)
+    kept = _Kept(asked, planned)
+    arguments, _ = beside(planned.call.traced, planned.layout)
+    room = _room(asked.budget, arguments, planned.device)
+    found = kept.entry()
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
+    if "offload" in asked.allow:
+        search = lambda call, room: _searched(_Planned(call), asked.allow, room)
+        found = with_state_on_host(planned.call, planned.device, room, search)
+    else:
+        found = _searched(planned, asked.allow, room)
+    kept.put(found)
+    return found
+
+
+def _searched(planned: _Planned, allow: Sequence[str], room: int | str) -> Entry:
+    """The step as it is written if it fits so many bytes, or by the plan that is found."""
+    step, traced, layout = planned.call.step, planned.call.traced, planned.layout
+    arguments, results = beside(traced, layout)
     progress = Progress(step.name)
 
     def compile_with(body: Body, acting: Acting) -> Any:
@@ -151,7 +145,7 @@ def _decided_here(
             progress.compiled(held_bytes(compiled), room, ways.way)
         return compiled
 
-    ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with, planned.lowered)
+    ways = Ways(traced, allow, layout, planned.device, arguments, results, compile_with, planned.lowered)
     body, fit = ways.body, ways.as_written
     if (share := check.share_of(room)) is not None:
         room = int(share * fit.plain.nbytes)
@@ -173,34 +167,33 @@ def _decided_here(
         if not body.has_passes and nbytes > as_written.budget:
             raise BudgetError(account(as_written, program, traced, step.f, nothing_to_plan=True), as_written)
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
-            return Entry(as_written, program, lambda: step.plain)
+            return planned.entry(as_written, program)
     try:
         chosen, best = ways.fastest(room)
         chosen = beside_plain(chosen)
     except DoesNotFitError as error:
         least = beside_plain(error.plan)
-        if (found := planned.ordered_for_memory(least, layout)) is None:
+        if (found := planned.ordered_for_memory(least)) is None:
             raise BudgetError(account(least, error.program, traced, step.f), least) from None
         chosen, best = found.plan, found.program
-    kept.put(planned, chosen, best)
     progress.done(chosen)
-    return Entry(chosen, best, lambda: planned.jitted_of(best))
+    return planned.entry(chosen, best)
 
 
-def frontier(traced: Any, asked: Asked, leaves: Sequence[Any]) -> list[StepPoint]:
+def frontier(call: Call, asked: Asked) -> list[StepPoint]:
     """What a step is predicted to hold and to take, by budget: see `Ways.frontier`. Nothing is compiled."""
-    return _predicted(traced, asked, leaves).frontier()
+    return _predicted(call, asked).frontier()
 
 
-def notes(traced: Any, asked: Asked, leaves: Sequence[Any]) -> tuple[str, ...]:
+def notes(call: Call, asked: Asked) -> tuple[str, ...]:
     """Which of the ways that are allowed a step does not have, and why. Nothing is compiled."""
-    ways = _predicted(traced, asked, leaves)
+    ways = _predicted(call, asked)
     return ways.notes if ways.body.has_passes else ()
 
 
-def _predicted(traced: Any, asked: Asked, leaves: Sequence[Any]) -> Ways:
+def _predicted(call: Call, asked: Asked) -> Ways:
     """The ways of a step of which none is compiled."""
-    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
+    traced, layout, device = call.traced, _layout(call.traced.jaxpr, call.leaves), _device(call.leaves)
 
     def compile_with(body: Body, acting: Acting) -> Any:
         raise AssertionError("this is predicted")
@@ -211,60 +204,71 @@ def _predicted(traced: Any, asked: Asked, leaves: Sequence[Any]) -> Ways:
 class _Kept:
     """What is on disk of a step for these arguments: its plan, and what was compiled by it."""
 
-    def __init__(self, asked: Asked, step: Step, traced: Any, leaves: Sequence[Any], device: Any):
-        self._where, self._device, self._traced = directory(asked.cache_dir), device, traced
-        self._of_call = [*map(kind_of, leaves)], asked.budget, asked.allow, sorted(step.options.items())
+    def __init__(self, asked: Asked, planned: _Planned):
+        self._where, self._planned, call = directory(asked.cache_dir), planned, planned.call
+        self._of_call = [*map(kind_of, call.leaves)], asked.budget, asked.allow, sorted(call.step.options.items())
         self._name = None
         if self._where is not None:
             kinds, *others = self._of_call
-            self._name = name_of(traced.jaxpr, kinds, device, *others)
+            self._name = name_of(call.traced.jaxpr, kinds, planned.device, *others)
 
     @functools.cached_property
     def _lowered(self) -> Any:
-        return self._traced.lower()
+        return self._planned.call.traced.lower()
 
     def _name_of_program(self, plan: StepPlan) -> str | None:
-        return name_of_program(self._lowered, self._device, plan.to_json(), *self._of_call)
+        return name_of_program(self._lowered, self._planned.device, plan.to_json(), *self._of_call)
 
-    def entry(self, planned: _Planned, layout: Layout) -> Entry | None:
+    def entry(self) -> Entry | None:
         """The step by the plan that is kept, compiled unless that is kept as well; None if there is no plan that is any good."""
         plan = load(self._where, self._name)
         if self._where is None or plan is None or plan.as_written:
             return None
-        program = load_program(self._where, self._name_of_program(plan), self._device, self._lowered)
-        if program is not None:
-            return Entry(plan, program, lambda: planned.by(plan, layout).jitted)
+        program = load_program(self._where, self._name_of_program(plan), self._planned.device, self._lowered)
         try:
-            found = planned.by(plan, layout)
+            if program is not None:
+                return self._planned.of(plan).entry(plan, program, lambda: self._planned.by(plan).jitted)
+            found = self._planned.by(plan)
         except ValueError:  # another version of memjax made it
             return None
-        self._put_program(planned, plan, found.program)
+        self._put_program(found)
         return found
 
-    def put(self, planned: _Planned, plan: StepPlan, program: Any) -> None:
-        save(self._where, self._name, plan)
-        if self._name is not None and not plan.as_written:
-            self._put_program(planned, plan, program)
+    def put(self, entry: Entry) -> None:
+        if self._name is not None and not entry.plan.as_written:
+            save(self._where, self._name, entry.plan)
+            self._put_program(entry)
 
-    def _put_program(self, planned: _Planned, plan: StepPlan, program: Any) -> None:
-        if self._where is not None and not planned.was_loaded(program):
-            save_program(self._where, self._name_of_program(plan), program)
+    def _put_program(self, entry: Entry) -> None:
+        if self._where is not None and not entry.was_loaded:
+            save_program(self._where, self._name_of_program(entry.plan), entry.program)
 
 
 class _Planned:
-    """A traced step with its passes run otherwise.
+    """A step for certain arguments with its passes run otherwise.
 
-    Args:
-      step, traced: it.
-      args, kwargs: its arguments, taken apart.
-      platform: of the devices that it runs on.
+    Attributes:
+      call: the step.
+      layout: of its inputs.
+      device: one that it runs on.
     """
 
-    def __init__(self, step: Step, traced: Any, args: tuple, kwargs: dict[str, Any], platform: str):
-        self._step, self._args, self._kwargs, self._platform = step, args, kwargs, platform
-        self._traced, self._closed, self._out_tree = traced, traced.jaxpr, jax.tree.structure(traced.out_info)
+    def __init__(self, call: Call):
+        self.call, self.layout, self.device = call, _layout(call.traced.jaxpr, call.leaves), _device(call.leaves)
+        self._step, self._args, self._kwargs, self._platform = call.step, call.args, call.kwargs, self.device.platform
+        self._traced, self._closed = call.traced, call.traced.jaxpr
+        self._out_tree = jax.tree.structure(call.traced.out_info)
         self._jitted: dict[int, Any] = {}
         self._loaded: set[int] = set()  # programs
+
+    def of(self, plan: StepPlan) -> _Planned:
+        """The step with its state where a plan has it that was made before."""
+        return _Planned(on_host_by(self.call, plan.on_host, self.device)) if plan.on_host else self
+
+    def entry(self, plan: StepPlan, program: Any, as_jitted: Callable[[], Any] | None = None) -> Entry:
+        """The step as it was compiled to `program`, by a plan."""
+        jitted = as_jitted or (lambda: self._jitted.get(id(program), self._step.plain))
+        return Entry(plan, program, self.call, jitted, as_jitted is not None or id(program) in self._loaded)
 
     def compiled(self, body: Body, acting: Acting, *, for_memory: bool = False) -> Any:
         """The step with the passes in `acting` run by these, compiled, in the order of XLA or that of the least memory."""
@@ -297,19 +301,11 @@ class _Planned:
 
         return self._step.with_options(run, options)
 
-    def jitted_of(self, program: Any) -> Any:
-        """The function that was compiled to `program`."""
-        return self._jitted.get(id(program), self._step.plain)
-
-    def was_loaded(self, program: Any) -> bool:
-        """Whether JAX has found the program in its cache."""
-        return id(program) in self._loaded
-
-    def body_by(self, plan: StepPlan, layout: Layout) -> Body:
+    def body_by(self, plan: StepPlan) -> Body:
         """The derivatives in the step, as a plan has them that was made before."""
-        how = self._platform, plan.tile_nbytes, layout.devices > 1, plan.chunks
+        how = self._platform, plan.tile_nbytes, self.layout.devices > 1, plan.chunks
         tile_on = TileOn(*how) if plan.tiled else None
-        rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
+        rates = costs.device(device_of(self.layout.shardings)) if plan.inner_again else None
         closed = self._closed
         if plan.microbatches > 1:
             try:
@@ -330,34 +326,32 @@ class _Planned:
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
         return body
 
-    def by(self, plan: StepPlan, layout: Layout) -> Entry:
+    def by(self, plan: StepPlan) -> Entry:
         """The step by a plan that was made before."""
-        body = self.body_by(plan, layout)
-        acting = acting_by(body, plan, layout) if plan.passes else {}
-        program = self.compiled(body, acting, for_memory=plan.ordered_for_memory)
-        return Entry(plan, program, lambda: self.jitted_of(program))
+        return self.of(plan)._by(plan)
 
-    def ordered_for_memory(self, plan: StepPlan, layout: Layout) -> Entry | None:
+    def _by(self, plan: StepPlan) -> Entry:
+        body = self.body_by(plan)
+        acting = acting_by(body, plan, self.layout) if plan.passes else {}
+        return self.entry(plan, self.compiled(body, acting, for_memory=plan.ordered_for_memory))
+
+    def ordered_for_memory(self, plan: StepPlan) -> Entry | None:
         """The step by a plan that takes a little more than its budget, ordered for the least memory, if it fits then."""
         if plan.nbytes > WORTH_IT * plan.budget or not ordered_for_memory(self._platform, {}):
             return None
-        found = self.by(dataclasses.replace(plan, ordered_for_memory=True), layout)
+        found = self._by(dataclasses.replace(plan, ordered_for_memory=True))
         nbytes = held_bytes(found.program)
-        if nbytes > plan.budget:
-            return None
-        fitting = dataclasses.replace(found.plan, nbytes=nbytes)
-        return Entry(fitting, found.program, lambda: self.jitted_of(found.program))
+        return (
+            None if nbytes > plan.budget else self.entry(dataclasses.replace(found.plan, nbytes=nbytes), found.program)
+        )
 
 
-def passes_by(
-    step: Step, traced: Any, plan: StepPlan, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]
-) -> tuple[list[StepPasses], Layout]:
-    """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
-    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
-    planned = _Planned(step, traced, args, kwargs, device.platform)
-    body = planned.body_by(plan, layout)
-    note_memory(body, traced, device)
-    return list(body.every()), with_shapes(layout, body, planned.lowered)
+def passes_by(call: Call, plan: StepPlan) -> tuple[list[StepPasses], Layout, Any]:
+    """The passes of the derivatives in a step for which a plan was made, the layout of its inputs, and it traced so."""
+    planned = _Planned(call).of(plan)
+    body = planned.body_by(plan)
+    note_memory(body, planned.call.traced, planned.device)
+    return list(body.every()), with_shapes(planned.layout, body, planned.lowered), planned.call.traced
 
 
 def _room(budget: int | str, arguments: int, device: Any) -> int | str:

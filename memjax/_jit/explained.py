@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison, compared
 from memjax._explain.parts import Alive
 from memjax._explain.peak import alive_at_peak
 from memjax._jit.account import beside
-from memjax._jit.decide import Entry, Step, passes_by
+from memjax._jit.call import Call
+from memjax._jit.candidates import fixed_bytes
+from memjax._jit.decide import Entry, passes_by
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._plan.predicted import predicted_at_peak
 from memjax._plan.result import Plan
 
 
-def explained_peak(
-    step: Step, traced: Any, entry: Entry, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any], paths: Paths
-) -> PeakComparison:
+def explained_peak(call: Call, entry: Entry, paths: Paths) -> PeakComparison:
     """What is predicted to be alive where the derivative that takes the most does so, beside what is alive in the compiled step.
 
     Args:
-      step, traced: the step, and it traced.
+      call: the step for certain arguments.
       entry: it as planned.
-      args, kwargs, leaves: its arguments, taken apart, and their dynamic leaves.
-      paths: of the function.
+      paths: of its function.
     """
-    passes, layout = passes_by(step, traced, entry.plan, args, kwargs, leaves)
+    passes, layout, traced = passes_by(call, entry.plan)
     parts = entry.plan.passes or (None,) * len(passes)
 
     def alive(one: StepPasses, part: Plan | None) -> list[Alive]:
@@ -38,8 +34,7 @@ def explained_peak(
     every = [alive(one, part) for one, part in zip(passes, parts, strict=True)]
     most = max(every, key=lambda alive: sum(one.bytes for one in alive), default=[])
     found = entry.program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    held = found.argument_size_in_bytes, results, found.generated_code_size_in_bytes
+    held = *fixed_bytes(entry.program), found.generated_code_size_in_bytes
     return compared(
         [*most, *_besides(*beside(traced, layout))], [*alive_at_peak(entry.program, paths), *_besides(*held)]
     )

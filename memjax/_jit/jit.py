@@ -20,10 +20,11 @@ from memjax._core.program.scopes import Paths, function_name
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._explain.line import line
-from memjax._jit.call import state_of, taken_apart
-from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
+from memjax._jit.call import Call, Step, state_of, taken_apart
+from memjax._jit.decide import Asked, Entry, decided, frontier, kind_of
 from memjax._jit.decide import notes as notes_of
 from memjax._jit.explained import explained_peak
+from memjax._jit.host.moves import kind_anywhere, type_on_device, with_state_on_device
 from memjax._jit.step_plan import StepPlan, StepPoint
 
 _ALLOWED = ("recompute", "tile", "microbatch", "offload", "compress", "two_passes")
@@ -60,9 +61,11 @@ def jit(
         tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. Messages
         between the nodes of a graph go some edges at a time, in both passes; on one device.
         "microbatch": run the derivative for some examples of the batch after the others, and add up gradients, where examples do
-        not mix; on one device. "offload": move what loops keep to the memory of the host. "compress": keep what may be rounded
-        in 8 bits; gradients are rounded then. As for `memjax.plan`. "two_passes": take the derivative twice where an update needs
-        a number of all gradients first, such as their norm to clip them. Then no gradients of a loop over layers are kept.
+        not mix; on one device. "offload": move what loops keep to the memory of the host; and if no plan fits then, state of
+        an optimizer lies there between steps: donated arguments that updates alone read. "compress": keep what may be
+        rounded in 8 bits; gradients are rounded then. As for `memjax.plan`. "two_passes": take the derivative twice where an
+        update needs a number of all gradients first, such as their norm to clip them. Then no gradients of a loop over
+        layers are kept.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is then ignored.
       cache_dir: where plans and what is compiled by them are kept, so that the next process only has to trace the step;
         None: in a folder of JAX's compilation cache, if there is one. Compiled programs from this folder are run: use
@@ -73,7 +76,9 @@ def jit(
       A function with the signature of `f`. It has, for arguments or `jax.ShapeDtypeStruct`s with the shardings that they will
       have: `plan(*args)`, a `StepPlan`; `frontier(*args)`, what each budget is predicted to cost; `lower(*args)` and
       `trace(*args)`, of the step as planned; `explain(*args)`, as `memjax.explain(f, *args)`; `clear_cache()`. Within other
-      transforms of JAX it is `jax.jit(f)`, and plans nothing.
+      transforms of JAX it is `jax.jit(f)`, and plans nothing. State on the host is moved there by the first call, and comes back
+      with shardings of the memory kind "pinned_host", with which JAX computes nothing outside of the step:
+      `jax.device_put(state, jax.memory.Space.Device)` moves it to the device. A later call takes it from either memory.
 
     Saved between forward and backward pass: what the plan says. Memory: at most `budget`, or an error.
 
@@ -106,6 +111,7 @@ class Jitted:
         self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
         self._steps: dict[Any, Step] = {}
         self._entries: dict[Any, Entry] = {}
+        self._anywhere: dict[Any, Entry] = {}  # those that move arguments, whichever memory these are in
         self._last: tuple[Any, Entry] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +121,9 @@ class Jitted:
         put = functools.partial(_put, args, kwargs, apart, named) if graph is not None else _as_it_is
         if any(map(is_tracer, jax.tree.leaves((dynamic, dynamic_named)))):
             return put(self._step(graph).plain(*apart, **named))
-        if self._last is not None and self._last[0] == of_call:
+        if self._last is not None and self._last[0] == of_call and self._last[1].is_in_place(dynamic, dynamic_named):
             try:
-                return put(self._last[1].program(*dynamic, **dynamic_named))
+                return put(self._last[1](dynamic, dynamic_named))
             except (TypeError, ValueError):  # of other types, or on other devices
                 pass
         leaves = jax.tree.leaves((dynamic, dynamic_named))
@@ -129,7 +135,7 @@ class Jitted:
         if entry is None:
             return put(step.plain(*apart, **named))
         self._last = of_call, entry
-        return put(entry.program(*dynamic, **dynamic_named))
+        return put(entry(dynamic, dynamic_named))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step as a method, of which `self` is the first argument, as with `jax.jit`."""
@@ -147,13 +153,13 @@ class Jitted:
         Nothing is compiled, and bytes are those of a device. The budget does not matter. The list is empty for a step
         without derivatives.
         """
-        return frontier(*self._to_predict(args, kwargs))
+        return frontier(self._to_predict(args, kwargs), self._asked)
 
     @traced_for_arguments
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, traced: a `jax.stages.Traced`."""
         graph, apart, named = taken_apart(args, kwargs)
-        return self._for(graph, apart, named).jitted.trace(*apart, **named)
+        return self._for(graph, apart, named).trace(apart, named)
 
     @traced_for_arguments
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,10 +169,13 @@ class Jitted:
     @traced_for_arguments
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
+        given = {name: value for name, value in kwargs.items() if name not in _OF_EXPLAIN}
+        call = self._to_predict(args, given)
+        if call.elsewhere:
+            args, kwargs = jax.tree.map(type_on_device, (args, kwargs))
         marked, named = self._statics.marked(args, kwargs)
         found = explain(self._f, *marked, **named)
-        given = {name: value for name, value in kwargs.items() if name not in _OF_EXPLAIN}
-        notes = (*found.notes, *notes_of(*self._to_predict(args, given)))
+        notes = (*found.notes, *notes_of(call, self._asked))
         return dataclasses.replace(found, notes=notes, line=line(self._f, self.options | {"budget": "40GiB"}))
 
     @traced_for_arguments
@@ -177,10 +186,10 @@ class Jitted:
         is the peak of the derivative that takes the most; of one that runs as it is written, the peak of keeping everything.
         """
         graph, apart, named = taken_apart(args, kwargs)
-        step, entry = self._step(graph), self._for(graph, apart, named)
+        entry = self._for(graph, apart, named)
         _, dynamic, dynamic_named = self._statics.split(apart, named)
-        leaves = jax.tree.leaves((dynamic, dynamic_named))
-        return explained_peak(step, step.trace(apart, named), entry, apart, named, leaves, Paths(self._f))
+        call = self._called(self._step(graph), apart, named, jax.tree.leaves((dynamic, dynamic_named)))
+        return explained_peak(call, entry, Paths(self._f))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -198,6 +207,7 @@ class Jitted:
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
         self._entries.clear()
+        self._anywhere.clear()
         self._steps.clear()
         self._last = None
 
@@ -221,24 +231,37 @@ class Jitted:
         with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
             return step.trace(args, kwargs)
 
-    def _to_predict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Asked, list[Any]]:
-        """The step traced, what is asked of it, and the leaves of its dynamic arguments."""
+    def _to_predict(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """The step for these arguments, of which nothing is compiled."""
         graph, apart, named = taken_apart(args, kwargs)
         _, dynamic, dynamic_named = self._statics.split(apart, named)
-        traced = self._traced(self._step(graph), apart, named)
-        return traced, self._asked, jax.tree.leaves((dynamic, dynamic_named))
+        return self._called(self._step(graph), apart, named, jax.tree.leaves((dynamic, dynamic_named)))
 
     def _entry(
         self, step: Step, of_call: Any, args: tuple, kwargs: dict[str, Any], dynamic: tuple, named: dict[str, Any]
     ) -> Entry | None:
         leaves, tree = jax.tree.flatten((dynamic, named))
         key = of_call, tree, tuple(map(kind_of, leaves))
-        if key not in self._entries:
-            traced = self._traced(step, args, kwargs)
-            if _closes_over_tracers(traced.jaxpr, leaves):
+        anywhere = of_call, tree, tuple(map(kind_anywhere, leaves))
+        if key not in self._entries and anywhere not in self._anywhere:
+            call = self._called(step, args, kwargs, leaves)
+            if _closes_over_tracers(call.traced.jaxpr, leaves):
                 return None
-            self._entries[key] = decided(step, traced, self._asked, args, kwargs, leaves)
-        return self._entries[key]
+            found = self._entries[key] = decided(call, self._asked)
+            if found.moves:
+                self._anywhere[anywhere] = found
+        return self._entries[key] if key in self._entries else self._anywhere[anywhere]
+
+    def _called(self, step: Step, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Call:
+        """The step for these arguments. If it takes none in the memory of the host, what is there is taken to be on a device."""
+        try:
+            return Call(step, args, kwargs, leaves, self._traced(step, args, kwargs))
+        except (TypeError, ValueError):
+            own = self._asked.plan is not None or "offload" in self._asked.allow
+            found = with_state_on_device(step, args, kwargs, leaves) if own else None
+            if found is None:
+                raise
+            return found
 
 
 def _as_it_is(out: Any) -> Any:

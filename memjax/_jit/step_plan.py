@@ -10,6 +10,7 @@ from memjax._core import check
 from memjax._jit.summary import summary
 from memjax._plan.result import Plan, Tiled
 
+_COUNTS = "budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks", "predicted_nbytes", "host_nbytes"
 _FLAGS = "inner_again", "plain_is_predicted", "updates_in_loops", "two_passes", "ordered_for_memory"
 
 
@@ -50,6 +51,8 @@ class StepPlan:
         exist at a time.
       two_passes: whether the derivative is taken twice for that, the first time for numbers that updates need of all gradients.
       ordered_for_memory: whether the compiler orders the step for the least memory. By default it is ordered for speed.
+      on_host: numbers of the leaves of the arguments, static ones not counted, that lie in the memory of the host between steps.
+      host_nbytes: bytes of a device's parts of these. They are none of `nbytes`.
       notes: what was allowed and cannot be done, why, and what to change.
       predicted_nbytes: what it holds as that was predicted before it was compiled, by the model and by what had been compiled of
         the step until then.
@@ -70,6 +73,8 @@ class StepPlan:
     two_passes: bool = False
     plain_is_predicted: bool = False
     ordered_for_memory: bool = False
+    on_host: tuple[int, ...] = ()
+    host_nbytes: int = 0
     notes: tuple[str, ...] = ()
     predicted_nbytes: int = 0
     seconds: float = 0.0
@@ -78,7 +83,7 @@ class StepPlan:
     @property
     def as_written(self) -> bool:
         """Whether the step runs as it is written."""
-        changed = any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops
+        changed = any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops or self.on_host
         return not (changed or self.ordered_for_memory)
 
     def __str__(self) -> str:
@@ -93,14 +98,12 @@ class StepPlan:
     def from_json(cls, text: str) -> StepPlan:
         """The plan that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("StepPlan", text, [field.name for field in dataclasses.fields(cls)])
-        check.lists("StepPlan", text, fields, ("passes", "tiled", "notes"))
+        check.lists("StepPlan", text, fields, ("passes", "tiled", "notes", "on_host"))
         try:
             passes = tuple(None if one is None else Plan.from_json(json.dumps(one)) for one in fields["passes"])
             tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])
-            numbers: dict[str, Any] = {
-                name: check.integer(name, fields[name], least=0)
-                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks", "predicted_nbytes")
-            }
+            numbers: dict[str, Any] = {name: check.integer(name, fields[name], least=0) for name in _COUNTS}
+            on_host = tuple(check.integer("on_host", one, least=0) for one in fields["on_host"])
             numbers |= {name: check.number(name, fields[name], least=0) for name in ("seconds", "plain_seconds")}
             flags = {name: check.flag(name, fields[name]) for name in _FLAGS}
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
@@ -108,4 +111,4 @@ class StepPlan:
                 raise ValueError(f"notes is {check.shown(fields['notes'])}")
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, tiled=tiled, notes=tuple(fields["notes"]), **flags, **numbers)
+        return cls(passes=passes, tiled=tiled, on_host=on_host, notes=tuple(fields["notes"]), **flags, **numbers)

@@ -42,6 +42,7 @@ def head(plan: Any) -> str:
     text += f"; in {plan.microbatches} microbatches" * (plan.microbatches > 1)
     text += "; updates in the loops of backward passes" * plan.updates_in_loops
     text += "; the derivative is taken twice, first for what updates need of all gradients" * plan.two_passes
+    text += f"; {readable_bytes(plan.host_nbytes)} of state on the host" * bool(plan.on_host)
     return text + "; ordered by the compiler for the least memory" * plan.ordered_for_memory
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from memjax._core import check
 from memjax._core.compat import is_tracer, varying
-from memjax._core.platforms import no_jax_triton
+from memjax._core.platforms import no_jax_triton, traced_device
 from memjax._linear_cross_entropy.options import Array, Operands, Options
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -188,8 +188,8 @@ def suited(operands: Operands, options: Options) -> None:
 
 def _no_triton(dtype: Any) -> str | None:
     """Why the Triton kernels cannot run, or None."""
-    if jax.default_backend() != "gpu":
-        return f"Triton kernels need a GPU, and the default backend is {jax.default_backend()!r}"
+    if (platform := traced_device().platform) != "gpu":
+        return f"Triton kernels need a GPU, and the program is for a {platform}"
     if missing := no_jax_triton():
         return missing
     if dtype == jnp.float64:
@@ -199,9 +199,9 @@ def _no_triton(dtype: Any) -> str | None:
 
 def _no_mosaic(dtype: Any) -> str | None:
     """Why the Pallas kernels for Hopper GPUs cannot run, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return f"Mosaic kernels need a Hopper GPU, and the default device is {jax.devices()[0].device_kind!r}"
+    device = traced_device()
+    if device.platform != "gpu" or device.compute_capability != "9.0":
+        return f"Mosaic kernels need a Hopper GPU, and the program is for {device.device_kind!r}"
     if jax.__version_info__ < (0, 11):
         return f"Mosaic kernels need JAX 0.11 or later, and this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):

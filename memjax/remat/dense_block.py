@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.platforms import is_traced_for_one_device
 from memjax.remat import policies
 from memjax.remat._dense import triton
 from memjax.remat._dense.shared import shared
@@ -111,7 +112,7 @@ def _choose(implementation: str | None, spec: DenseSpec, dtype) -> str:
         raise ValueError(f"implementation must be 'xla' or None here, got 'triton': {reason}")
     if implementation is None:
         # A program partitioned over several devices can split XLA's operations, not a kernel.
-        return "triton" if reason is None and jax.device_count() == 1 else "xla"
+        return "triton" if reason is None and is_traced_for_one_device() else "xla"
     return implementation
 
 

@@ -16,7 +16,8 @@ from tests.jit.test_tiles import batch as batch_of_tokens
 
 def said(step, *args, allow=("recompute", "tile", "microbatch")):
     """The notes, with nothing compiled."""
-    return notes(*memjax.jit(step, allow=allow)._to_predict(args, {}))
+    jitted = memjax.jit(step, allow=allow)
+    return notes(jitted._to_predict(args, {}), jitted._asked)
 
 
 def trained(f):

@@ -84,7 +84,7 @@ def _fit_whose_plans_compile_to(nbytes):
     def compiled(acting):
         sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes(acting), "generated_code": 0}
         analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
-        return SimpleNamespace(memory_analysis=lambda: analysis)
+        return SimpleNamespace(memory_analysis=lambda: analysis, args_info=(), input_shardings=())
 
     closed = jax.make_jaxpr(step.f)(*step.args)
     layout = Layout([None] * len(closed.in_avals))

@@ -36,7 +36,7 @@ def ready(program: Program) -> Program:
     if not loops:
         return program
     after = program.flow.depending(out for loop in loops for out in gradients_of(loop))
-    program = with_others(program, lambda eqn: None if after.isdisjoint(variables(eqn.invars)) else _selection(eqn))
+    program = with_others(program, lambda eqn: None if after.isdisjoint(variables(eqn.invars)) else selection(eqn))
     after = program.flow.depending(out for loop in loops for out in gradients_of(loop))
     lengths = {loop.params["length"] for loop in loops}
     return with_others(program, lambda eqn: None if after.isdisjoint(eqn.outvars) else _by_turns(eqn, lengths))
@@ -101,7 +101,8 @@ def _with_forward_marks(eqns: Sequence[Any]) -> list[Any]:
     return [marked(eqn) if again(eqn) else eqn for eqn in eqns]
 
 
-def _selection(eqn: Any) -> Function | None:
+def selection(eqn: Any) -> Function | None:
+    """A condition as a selection of results, where that is cheap; None for all else."""
     inner = (one for body in bodies(eqn) for one in body.eqns)
     if eqn.primitive.name != "cond" or eqn.effects or any(map(expensive, inner)):
         return None

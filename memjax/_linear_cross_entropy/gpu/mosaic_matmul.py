@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
-from jax.extend import backend
 
 from memjax._core.compat import varying_like
+from memjax._core.platforms import traced_device
 from memjax._linear_cross_entropy.options import Array
 
 plgpu: Any = mosaic_gpu  # its interface differs between versions of JAX
@@ -63,7 +63,7 @@ def fullest(rows: int, columns: int) -> Tiling:
 
 
 def multiprocessors() -> int:
-    return backend.get_default_device().core_count
+    return traced_device().core_count
 
 
 class Operand(NamedTuple):

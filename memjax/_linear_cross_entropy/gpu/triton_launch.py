@@ -12,6 +12,7 @@ import triton
 from jax.custom_batching import sequential_vmap
 
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.platforms import capability_for_triton
 from memjax._linear_cross_entropy.gpu import triton_kernels
 from memjax._linear_cross_entropy.options import Array, Chunk, Options
 from memjax._linear_cross_entropy.rows import Stats, from_sums
@@ -52,6 +53,7 @@ def _block(width: int, most: int) -> int:
 
 def _call(kernel: Any, arrays: tuple[Array, ...], out: Any, **settings: Any) -> Any:
     """Launches a kernel; under `vmap` for one example after another, since a kernel knows only rows."""
+    settings["compute_capability"] = capability_for_triton()
 
     @sequential_vmap
     def launch(*arrays: Array) -> Any:

@@ -48,7 +48,7 @@ class Known:
       is_split: whether the inputs are on several devices.
       is_by_parts: whether plans are made for a device's parts of arrays. Codes are for whole arrays.
       digest: of it.
-      compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed.
+      compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed, as predictions are.
       measure: compiles a step; None: value and gradient are the step.
     """
 
@@ -59,7 +59,7 @@ class Known:
         layout: Layout,
         allowed: Allowed,
         digest: str,
-        compiled: dict[Any, int | None],
+        alike: Known | None,
         measure: Measure | None = None,
     ):
         rates = costs.device(device_of(layout.shardings))
@@ -71,8 +71,9 @@ class Known:
         self.layout = layout.of_device if self.is_by_parts else layout
         self.digest = digest
         self._types, self._inputs = types, layout
-        self.compiled, self._measure = compiled, measure
-        self._predicted: dict[Key, int] = {}
+        self._measure = measure
+        self.compiled: dict[Any, int | None] = {} if alike is None else alike.compiled
+        self._predicted: dict[Key, int] = {} if alike is None else alike._predicted
 
     @property
     def is_part(self) -> bool:
@@ -165,7 +166,7 @@ def known(
     if key in every:
         return every[key]
     other = next((one for (of, _), one in every.items() if of == of_program), None)  # they have plans in common
-    found = Known(derivative, types, layout, allowed, name, {} if other is None else other.compiled, measure)
+    found = Known(derivative, types, layout, allowed, name, other, measure)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(every) == _MOST_PROGRAMS:

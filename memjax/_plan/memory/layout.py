@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax._core.arrays import is_on_host
 from memjax._core.compat import is_batched, is_tracer, scan_counts
-from memjax._core.meshes import device_of, own_sharding, parts, split_over, with_devices
+from memjax._core.meshes import own_sharding, parts, split_over, with_devices
 from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import calls_in_place, nbytes
 
@@ -143,8 +143,8 @@ def _split(shape: Sequence[int], mesh: jax.sharding.Mesh, is_scanned: bool) -> P
 
 
 def local_bytes(aval: Any, sharding: Any) -> int:
-    """Bytes of a device's part of an array; none of one on the host. CPUs have but one memory, under several names."""
-    if is_on_host(aval) and device_of([sharding]).platform != "cpu":
+    """Bytes of a device's part of an array; none of one on the host, nor on a CPU, whose memory that is: see `fixed_bytes`."""
+    if is_on_host(aval):
         return 0
     return nbytes(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
 

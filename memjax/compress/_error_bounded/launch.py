@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
+from memjax._core.platforms import traced_device
 from memjax.compress._codecs.kernels import call_on_whole_arrays
 from memjax.compress._error_bounded import reference
 from memjax.compress._error_bounded.decode_kernel import decode_tile
@@ -27,8 +28,8 @@ from memjax.compress._error_bounded.warp import Warp
 
 def why_not() -> str | None:
     """Why these kernels cannot run, or None if they can."""
-    device = jax.devices()[0]
-    if jax.default_backend() != "gpu" or "nvidia" not in device.device_kind.lower():
+    device = traced_device()
+    if device.platform != "gpu" or "nvidia" not in device.device_kind.lower():
         return "it needs an NVIDIA GPU"
     if float(device.compute_capability) < 9:
         return f"it needs an NVIDIA GPU of compute capability 9.0 or later, this one has {device.compute_capability}"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax._core.platforms import no_jax_triton
+from memjax._core.platforms import capability_for_triton, no_jax_triton, traced_device
 from memjax.remat._dense.spec import DenseParams, DenseSpec
 from memjax.remat._dense.xla import Gradients
 
@@ -26,7 +26,7 @@ _BACKWARD = (64, 32, 4, 3, 528)
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
     """Why these kernels cannot run a block, or None if they can."""
-    if jax.default_backend() != "gpu":
+    if traced_device().platform != "gpu":
         return "it needs an NVIDIA GPU"
     if missing := no_jax_triton():
         return missing
@@ -52,6 +52,7 @@ def _launch(name: str, *arrays, **settings):
 
     from memjax.remat._dense import triton_kernels
 
+    settings["compute_capability"] = capability_for_triton()
     return jax_triton.triton_call(*arrays, kernel=getattr(triton_kernels, name), **settings)
 
 
