@@ -100,7 +100,7 @@ class Codes:
     ):
         self._mine = {*program.invars, *program.flow.place}
         self._codes: dict[Any, Code] = {}
-        self.codec = functools.cache(self._codec)
+        self.codec, self.nbytes = functools.cache(self._codec), functools.cache(self._nbytes)
         self.exact, self.statistics = set[Any](), set[Any]()
         self._candidates: Candidates | None = None
         if compress:
@@ -144,7 +144,7 @@ class Codes:
         [codec] = self._codecs.each([self._candidates.role(var)])
         return codec
 
-    def nbytes(self, var: Any) -> int | None:
+    def _nbytes(self, var: Any) -> int | None:
         """Bytes of the code of a variable; None where it is not to be encoded."""
         if self.codec(var) is None:
             return None
