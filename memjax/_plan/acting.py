@@ -10,6 +10,7 @@ from memjax._core.program import costs
 from memjax._plan.budget.checked import check_stretches, check_tiles
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices
+from memjax._plan.codes import rounds
 from memjax._plan.derivative import Passes
 from memjax._plan.memory.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
@@ -82,12 +83,13 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
       ValueError: it was made for another one, or says what no plan of it does.
     """
     chain = chain_of(derivative, plan, layout)
+    planned = chain.derivative if plan.stretches else derivative
     if wrt is not None and tuple(wrt) != derivative.wrt:
-        derivative = derivative.of_fewer(wrt)
+        planned = planned.of_fewer(wrt)
     if not plan.stretches:
-        return KeepAll(derivative)
+        return KeepAll(planned)
     platform = plan.platform if plan.in_steps else None
-    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=plan.gathers_again)
+    return Run(chain, choices(chain, plan.stretches), platform, planned, gathers_again=plan.gathers_again)
 
 
 def chain_of(derivative: Passes, plan: Plan, layout: Layout) -> Chain:
@@ -97,7 +99,8 @@ def chain_of(derivative: Passes, plan: Plan, layout: Layout) -> Chain:
             "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
             f"program ({plan.program} instead of {found}): call memjax.plan with what you pass here, and with the same argnums"
         )
-    in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
-    chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
+    bits = {kept.bits for stretch in plan.stretches for kept in stretch.kept} - {None}
+    rates, compress = costs.device(device_of(layout.shardings)), any(map(rounds, bits))
+    chain = Chain(derivative, rates, compress=compress, pack=bool(bits), solved=False)
     check_stretches(chain, plan)
     return chain

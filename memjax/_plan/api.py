@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
 from memjax._plan.memory.compiled import compiled_step
 from memjax._plan.memory.layout import Layout, layout_of
+from memjax._plan.memory.rings import ring_notes
 from memjax._plan.not_a_step import step_message
 from memjax._plan.predicted import predicted_at_peak
 from memjax._plan.result import Plan
@@ -65,14 +67,15 @@ def plan(
         fits, or where that takes less time than computing it again. It is exact. Outside of loops nothing is moved, for it frees
         no memory there, and on CPUs nothing at all; `Plan.notes` says so. It needs JAX 0.11.2: XLA:GPU of JAX 0.11.0 read
         what loops had moved in the wrong order.
-        "compress": keep what may be rounded in 8 bits, where that takes less time than computing it again: gradients are no
-        longer those of `f`, see below.
+        "compress": keep floats that may be rounded in 8 bits, where that takes less time than computing them again: gradients are
+        no longer those of `f`, see below.
       argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
         an `nnx.DiffState` in place of the number chooses.
       **kwargs: as `args`; they are not differentiated.
 
     Returns:
-      A `Plan`, which `planned` takes. Its gradients are those of `f`: what is computed again is the same.
+      A `Plan`, which `planned` takes. Its gradients are those of `f`: what is computed again is the same. Booleans may be kept as
+      bits, and of a max pool where its maxima are, which is exact.
 
       With "compress" they are off by the rounding of what the plan lists with bits, as those of `memjax.compressed` are, and by
       the same analysis: parameters, statistics, masks, and what has to agree with something else (queries and keys with a
@@ -88,7 +91,9 @@ def plan(
     room = _budget(budget)
     check.names("allow", allow, _ALLOWED)
     program, layout = _problem(f, args, kwargs, argnums)
-    return choose(program, layout, room, allow)
+    found = choose(program, layout, room, allow)
+    rings = ring_notes([program.derivative()], layout.shardings, lambda: layout)
+    return dataclasses.replace(found, notes=(*found.notes, *rings))
 
 
 @traced_for_arguments

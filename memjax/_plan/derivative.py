@@ -27,6 +27,7 @@ from memjax._core.program.primitives import CHECKPOINTS
 from memjax._plan.early.ended import in_loop, with_ends
 from memjax._plan.early.turns import Early, early, in_one
 from memjax._plan.solve.concatenations import late_concatenations
+from memjax._plan.solve.pools import with_indices
 
 
 class Passes:
@@ -56,6 +57,24 @@ class Passes:
     around: int = 0
     axes: Mapping[str, int] = MappingProxyType({})
     _found: tuple[Program, Program, list[LoopPair]] | None = None
+    _in_plans: tuple[Program, Program, Passes] | None = None
+
+    @property
+    def in_plans(self) -> Passes:
+        """The passes as plans run them: `with_indices`, in loops as well. The same each time."""
+        found = self._in_plans
+        if found is None or found[0] is not self.forward or found[1] is not self.backward:
+            self._in_plans = found = self.forward, self.backward, self._with_indices()
+        found[2].in_use, found[2].around = self.in_use, self.around  # which are noted later
+        return found[2]
+
+    def _with_indices(self) -> Passes:
+        inside = [with_indices(pair.program, pair.pull, self.axes) for pair in self.loops]
+        pairs = list(zip(self.loops, inside, strict=True))
+        forward, backward = with_indices(self.forward, self.backward, self.axes)
+        if backward is self.backward and all(b is pair.pull for pair, (_, b) in pairs):
+            return self
+        return self.with_loops(forward, backward, [pair._replace(program=a, pull=b) for pair, (a, b) in pairs])
 
     @property
     def loops(self) -> list[LoopPair]:

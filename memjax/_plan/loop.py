@@ -64,7 +64,7 @@ class Loop:
         self.pair, self._constants, self._plan = pair, constants or {}, in_blocks
         self._turns = [turns for turns, _ in parts]
         self._bodies = [_Body(pair, option, codes_in(codes, option.coded), in_steps_on) for _, option in parts]
-        self.is_rounded = any(option.coded for _, option in parts)
+        self.is_rounded = any(code.rounds for body in self._bodies for code in body.codes)
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         if in_blocks is not None:
@@ -343,7 +343,7 @@ class _Body:
         self.codes = [code for code in codes if code.of in self.read]
         self.moved = [var for var in option.moved if var in self.read]
         self.stack_count = len(self.kept) + len(self.codes) + len(self.moved)
-        self._codecs = {code.of: code.codec for code in self.codes}
+        self._codes = {code.of: code for code in self.codes}
         self.steps: list[Step] | None = None
         # XLA:CPU compiles some small loops as one function, and aborts if there is a barrier in it.
         if in_steps_on is not None and in_steps_on != "cpu":
@@ -353,14 +353,18 @@ class _Body:
     def forward(self, outvars: Sequence[Any], *, keeps: bool = True, acts: bool = False) -> list[Any]:
         """The equations that lead to `outvars`, and to what is kept; and if it `acts` those with effects."""
         flow = self._program.flow
-        kept = [*self.kept, *self.moved, *self._codecs] if keeps else []
+        kept = [*self.kept, *self.moved, *self._codes] if keeps else []
         return flow.needed([*outvars, *kept], always=flow.acting if acts else ())
 
     def encode(self, made: Iterable[Any], env: Env, codes: Env) -> None:
         """Add to `codes` those of the variables that have been made."""
         for var in made:
-            if var in self._codecs:
-                env[var], codes[var] = encoded(env[var], self._codecs[var])
+            if (code := self._codes.get(var)) is None:
+                continue
+            if code.rounds:
+                env[var], codes[var] = encoded(env[var], code)
+            else:  # without a barrier, see above: a turn ends soon
+                codes[var] = code.codec.encode(env[var])
 
 
 def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:

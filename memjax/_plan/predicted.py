@@ -21,7 +21,7 @@ from memjax._plan.memory.on_device import on_device
 from memjax._plan.result import Plan
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.loops import carried, in_results, remade, turn_of, written
-from memjax._plan.solve.order import scattered_into_sums
+from memjax._plan.solve.order import as_compiled
 from memjax._plan.solve.phases import available_anywhere
 from memjax._plan.solve.segment import BackwardTurn, Option
 from memjax._plan.solve.subsets import Subset
@@ -56,7 +56,7 @@ def predicted_at_peak(derivative: Passes, plan: Plan | None, layout: Layout) -> 
     if plan is not None and plan.stretches:
         chain = chain_of(derivative, plan, layout)
         if layout.has_parts:
-            chain = Chain(on_device(derivative, layout), chain.rates, whole=chain, solved=False)
+            chain = Chain(on_device(chain.derivative, layout), chain.rates, whole=chain, solved=False)
             layout = layout.of_device
         return alive_by(chain, choices(chain, plan.stretches), layout)
     if layout.has_parts:
@@ -69,7 +69,7 @@ def predicted_at_peak(derivative: Passes, plan: Plan | None, layout: Layout) -> 
 def as_written(passes: Passes, platform: str) -> tuple[Moment, int]:
     """The moment with the most bytes alive if everything is kept, and bytes of what compilers make at the start for the backward
     pass: JAX keeps what the backward equations read of the forward ones."""
-    eqns = scattered_into_sums([*passes.forward.eqns, *passes.backward.eqns])
+    eqns = as_compiled([*passes.forward.eqns, *passes.backward.eqns], platform)
     results = [*passes.outputs, *passes.backward.outvars]
     moment = fullest_moment(eqns, passes.forward.invars, [], [], results, platform)
     return moment, hoisted_bytes(passes.backward.eqns, platform)

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
       output: which of its outputs it is; for what a loop carries which of the body's inputs.
       nbytes: of the array, or of its code; in a loop of one turn's.
       what: its type, what makes it, and where in the code.
-      bits: of each value in its code; None: it is kept as it is.
+      bits: of each value in its code, 1 of booleans; None: it is kept as it is.
       on_host: whether it is moved to the memory of the host and back.
       name: that the program gives it by `jax.ad_checkpoint.checkpoint_name`; None: none.
     """
@@ -41,7 +41,9 @@ class Kept(NamedTuple):
     @property
     def how(self) -> str:
         """What is said of it behind `what`: nothing where it is kept as it is."""
-        return ", on the host" if self.on_host else "" if self.bits is None else f", in {self.bits} bits"
+        if self.on_host:
+            return ", on the host"
+        return "" if self.bits is None else ", as bits" if self.bits == 1 else f", in {self.bits} bits"
 
 
 class InBlocks(NamedTuple):

@@ -35,8 +35,10 @@ from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
 
-# Compilers for GPUs find the largest element of each window from the operand alone, and may do so before the backward pass.
-_OF_POOLS = "select_and_scatter_add"
+# What compilers make of one operand as soon as it is there, which may be before the backward pass. Those for GPUs find the
+# largest element of each window, XLA:CPU transposes what convolutions read.
+_MADE_EARLY = {"cpu": frozenset(("conv_general_dilated",))}
+_MADE_EARLY_ELSEWHERE = frozenset(("select_and_scatter_add",))
 
 
 @jax.tree_util.register_static
@@ -110,6 +112,8 @@ class Run:
         self.derivative = derivative = derivative or chain.derivative
         program, backward, flow = derivative.forward, derivative.backward, derivative.forward.flow
         self._inputs = {*program.invars, *program.constvars}
+        self._is_cpu = chain.rates.platform == "cpu"
+        self._made_early = _MADE_EARLY.get(chain.rates.platform, _MADE_EARLY_ELSEWHERE)
         there = set(map(id, backward.eqns))
         constants = constants_in((program, backward))
         self._loops: dict[int, Loop] = {}
@@ -142,12 +146,12 @@ class Run:
             reads += here
         self._for_later = self._made_for_later() if gathers_again else [[] for _ in self.turns]
         self.coded = [code for turn in self.turns for code in turn.codes]
-        self.is_rounded = any(one.option.coded for one in choices) or any(
+        self.is_rounded = any(code.rounds for code in self.coded) or any(
             loop.is_rounded for loop in self._loops.values()
         )
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
         self._fusible = {var for var in self.kept if is_fusible(flow.makers[var])}
-        self._encoded = {code.of: code.codec for code in self.coded}
+        self._encoded = {code.of: code for code in self.coded}
         stacked = {var for loop in self._loops.values() for var in loop.replaced}
         wanted = variables([*derivative.outputs, *self.kept, *self._encoded])
         eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
@@ -242,11 +246,13 @@ class Run:
         late: list[Any] = []  # that no barrier has waited for
         for number, (again, eqns, codes, gathered, steps) in enumerate(self.turns):
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
-            leaves = [var for var in dict.fromkeys([*read_by(again), *gathered]) if var in known]
+            # XLA:CPU runs what it can before cotangents arrive: where little room is left, all that the turn reads waits.
+            early = mine if self._is_cpu and steps is not None else ()
+            leaves = [var for var in dict.fromkeys([*read_by(again), *gathered, *early]) if var in known]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
             late += self._for_later[number - 2] if number > 1 else []
-            if again or codes:
+            if again or codes or (early and number):
                 waiting, late = [*dict.fromkeys((*waiting, *late))], []
                 planes, tree = jax.tree.flatten([code_of[code.of] for code in codes])
                 passed = barrier([*read(env, waiting), *read(known, leaves), *planes])
@@ -262,7 +268,7 @@ class Run:
                     mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
                 else:
                     values = read(_Both(env, turn), eqn.invars)
-                    if eqn.primitive.name == _OF_POOLS:
+                    if eqn.primitive.name in self._made_early:
                         values = barrier(values)
                     env |= zip(eqn.outvars, bind(eqn, values), strict=True)
             cts.update(made_by(eqns))

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from memjax._core.program.dataflow import Dataflow
 from memjax._core.program.working import peak_bytes
-from memjax._plan.solve.order import freeing_first, in_time
+from memjax._plan.solve.order import as_compiled, freeing_first, in_time
 
 
 def program(f, *shapes):
@@ -48,3 +49,21 @@ def test_what_runs_again_does_so_when_it_is_needed():
     reads = lambda eqn: reader.replace(invars=list(eqn.outvars))
     backward = [reads(last), reads(first)]
     assert in_time([first, second, last], backward) == [last, backward[0], first, backward[1]]
+
+
+def test_a_product_that_is_transposed_is_one_with_factors_swapped():
+    """As gradients of weights are; not where something else reads the product, nor where XLA:CPU converts narrow floats."""
+
+    def gradient(x, ct):
+        return lax.dot_general(ct, x, (((0,), (0,)), ((), ()))).T
+
+    jaxpr = program(gradient, (64, 8), (64, 16))
+    [eqn] = as_compiled(jaxpr.eqns, "cpu")
+    assert (eqn.primitive.name, eqn.outvars) == ("dot_general", jaxpr.outvars)
+    assert peak_bytes([eqn], jaxpr.invars, [], [], jaxpr.outvars, "cpu") == 0
+    both = lambda x, ct: (lambda y: (y.T, jnp.sin(y)))(ct.T @ x)
+    for other in (
+        program(both, (64, 8), (64, 16)),
+        jax.make_jaxpr(gradient)(*2 * [jnp.ones((8, 8), jnp.bfloat16)]).jaxpr,
+    ):
+        assert as_compiled(other.eqns, "cpu") == other.eqns

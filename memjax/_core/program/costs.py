@@ -353,6 +353,16 @@ def stacking_seconds(nbytes: int, rates: Device) -> float:
     return 0.0 if rates.platform == "cpu" else _SECONDS_OF_STACKING + _PASSES_OF_STACKING * nbytes / rates.nbytes
 
 
+def link_of_devices(rates: Device) -> float:
+    """Bytes per second that one device sends to another."""
+    return rates.nbytes / _PASSES_OF_SUM
+
+
+def product_seconds(work: float, dtype: Any, rates: Device) -> float:
+    """A rough time of products of so many FLOPs, of numbers of this dtype."""
+    return work / (rates.flops * _speed_of(dtype, rates))
+
+
 def fused_seconds(eqns: Iterable[Any], rates: Device) -> float:
     """A rough time of equations in calls. Half of the traffic counts as fused: variables do not show who reads what."""
     return sum(max(flops(eqn) / rates.flops, traffic(eqn) / (2 * rates.nbytes)) for eqn in eqns)
@@ -365,7 +375,12 @@ def traffic(eqn: Any) -> int:
 
 def _speed(eqn: Any, rates: Device) -> float:
     """The rate of products of this dtype, relative to 16-bit floats."""
-    dtype = next((atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")), jnp.dtype("float32"))
+    return _speed_of(
+        next((atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")), jnp.dtype("float32")), rates
+    )
+
+
+def _speed_of(dtype: Any, rates: Device) -> float:
     if rates is _CPU:
         return 1.0 if dtype.itemsize < 8 else 0.5
     return {1: 2.0, 2: 1.0, 4: 0.5, 8: 0.08}.get(dtype.itemsize, 0.04)

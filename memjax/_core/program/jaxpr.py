@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -90,6 +90,22 @@ def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> 
     """
     known = [(name, size) for name, size in axes.items() if not _is_known(name)]
     return jax.make_jaxpr(f, axis_env=known)(*jax.tree.map(anywhere, list(types)))
+
+
+def call_of(f: Callable[..., Any], operands: Sequence[Any], of: Any, axes: Mapping[str, int], **options: Any) -> Any:
+    """An equation that calls `f` with options, at the place in the user's code of an equation that it stands for.
+
+    Compilers fuse what is in a call as anything else; models of time and memory have its operands and results written.
+    """
+    run = functools.wraps(f)(functools.partial(f, **options))
+    [call] = trace(jax.jit(run), [atom.aval for atom in operands], dict(axes)).jaxpr.eqns
+    return of.replace(
+        primitive=call.primitive,
+        params=call.params,
+        effects=call.effects,
+        invars=list(operands),
+        outvars=[core.Var(out.aval) for out in call.outvars],
+    )
 
 
 def result_types(f: Callable[..., Any], *args: Any) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.compat import Frame, call_site, frames, name_stack, primitive_name
+from memjax._core.program.primitives import PLAIN_CALLS
 
 # jit(silu), transpose(jvp(Model)): the first is no scope, the last has one.
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
@@ -132,8 +133,9 @@ def place(stack: str, lines: Sequence[Frame]) -> str:
 
 
 def maker_of(eqn: Any) -> str:
-    """What makes a value, and where in the user's code: "mul model.py:12 (norm)"."""
-    return f"{primitive_name(eqn)} {place_of(eqn)}".strip()
+    """What makes a value, and where in the user's code: "mul model.py:12 (norm)". Of a call its name."""
+    name = primitive_name(eqn)
+    return f"{eqn.params['name'] if name in PLAIN_CALLS and 'name' in eqn.params else name} {place_of(eqn)}".strip()
 
 
 def runs_in_loop(eqns: Sequence[Any], function: str) -> bool:

@@ -120,12 +120,14 @@ def fullest_moment(
     for var, _, until in spans:
         ends.setdefault(until, []).append(var)
     for i, eqn in enumerate(flow.eqns):
-        made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
-        if not made and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
+        found = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
+        if not found and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
             continue
+        if not is_fusible(eqn):  # others may read what lies in the place of their result
+            free.difference_update(found)
+        made = [out for out in found if out not in results]
         new = sum(map(size, made))
         dying = sum(map(size, ends.get(i, [])))
-        inside = sum(size(out) for out in made if out in results)
         over = 0  # bytes written over an operand that is not needed any more
         if is_fusible(eqn) or eqn.primitive.name in _OVER:
             over = min(new, dying)
@@ -138,18 +140,17 @@ def fullest_moment(
             now -= lent_to([*map(size, lent), *_arrays_inside(eqn, within)], map(size, free))
         if now > peak:
             peak, then = now, (i, made, over, within)
-        alive += new - dying - inside
-        free.difference_update(made)
+        alive += new - dying
+        free.difference_update(found)
         for var in ends.get(i, []):
             there.pop(var, None)
         for out in made:
-            if out not in results:
-                if last.get(out, -1) > i:
-                    ends.setdefault(last[out], []).append(out)
-                    spans.append((out, i, last[out]))
-                    there[out] = None
-                else:
-                    alive -= size(out)
+            if last.get(out, -1) > i:
+                ends.setdefault(last[out], []).append(out)
+                spans.append((out, i, last[out]))
+                there[out] = None
+            else:
+                alive -= size(out)
     return Moment(peak, flow, *then, spans, words)
 
 

@@ -16,7 +16,7 @@ from memjax._plan.derivative import Passes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.memory.on_device import on_device
 from memjax._plan.predicted import as_written
-from memjax._plan.solve.order import scattered_into_sums
+from memjax._plan.solve.order import as_compiled
 
 _IN_PART = 0.5  # of what the model was off by in another program
 
@@ -57,7 +57,7 @@ def bytes_in_order(body: Body, acting: Acting) -> int:
     donated memory lend theirs until they are computed.
     """
     program = body.program_with(acting)
-    flow = breadth_first(Dataflow(scattered_into_sums(program.eqns)), program.outvars)
+    flow = breadth_first(Dataflow(as_compiled(program.eqns, "cpu")), program.outvars)
     inputs, outputs = [*program.invars, *program.constvars], program.outvars
     places = [out for i, out in enumerate(outputs) if i not in body.in_use]
     moment = fullest_moment(flow, inputs, [], [], outputs, "cpu", places=places)

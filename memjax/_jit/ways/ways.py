@@ -26,6 +26,7 @@ from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import PASSES_OF_SUMS, Sums, in_microbatches, sum_bytes
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
+from memjax._plan.memory.rings import ring_notes
 from memjax._plan.tile.passes import TileOn
 from memjax._plan.tile.recurrences import CHUNKS
 
@@ -85,7 +86,13 @@ class Ways:
 
     def _layout_of(self, body: Body) -> Layout:
         """The layout of the step's inputs, with the shapes of what is computed where it is on a mesh."""
+        if body is self.body:
+            return self._layout_as_written
         return self._layout if self._lower is None else with_shapes(self._layout, body, self._lower)
+
+    @functools.cached_property
+    def _layout_as_written(self) -> Layout:
+        return self._layout if self._lower is None else with_shapes(self._layout, self.body, self._lower)
 
     def fastest(self, room: int | str) -> tuple[StepPlan, Any]:
         """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next if it does not fit.
@@ -192,7 +199,8 @@ class Ways:
             found += [f"tiles: {text}" for text in self.body.kept_whole(tile_on)]
         found += [self._no_microbatches] if self._no_microbatches else []
         moved = self._moved_twice or self._moved
-        return (*found, *(moved.notes if moved else ()))
+        rings = ring_notes(self.body.every(), self._layout.shardings, lambda: self._layout_as_written)
+        return (*found, *(moved.notes if moved else ()), *rings)
 
     @functools.cached_property
     def _numbers(self) -> Numbers | None:

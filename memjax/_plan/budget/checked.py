@@ -8,7 +8,6 @@ from typing import Any
 
 from memjax._core.program.dataflow import is_literal, read_by, variables
 from memjax._plan.budget.stretches import loop_plan, variable_of
-from memjax._plan.codes import BITS
 from memjax._plan.derivative import LoopPair, can_be_split
 from memjax._plan.result import Kept, Plan, Stretch, Tiled
 from memjax._plan.solve.chain import Chain
@@ -89,7 +88,7 @@ def _check_kept(chain: Chain, part: Stretch, kept: Kept, loop: Any) -> None:
         raise _damaged(f"output {kept.output} of equation {kept.equation}, which is not among those of its stretch")
     if kept.bits is not None:
         _, codes = chain.of_loop(loop)
-        if kept.bits != BITS or codes is None or codes.nbytes(outs[kept.output]) is None:
+        if codes is None or kept.bits != codes.bits(outs[kept.output]):
             raise _damaged(f"{kept.bits} bits of output {kept.output} of equation {kept.equation}")
     if kept.on_host and loop is None:
         raise _damaged(f"equation {kept.equation} on the host, which is in no loop")

@@ -32,6 +32,7 @@ _AS_PREDICTED = (
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 _STEPS_DOWN = (0.98, 0.95, 0.85, 0.98)  # of the least bytes so far, to ask for where the least is wanted
+_MOST_STEPS = 8  # down from there, each to what takes less
 OF_PARTS = Patience(gain=5e-3, enough=3)
 """Plans of parts of a step: each try compiles the whole step."""
 _OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass otherwise than the model has it
@@ -165,10 +166,19 @@ def _least(program: Known, budget: int | str, tried: Tried) -> Plan:
     if alone or (room is not None and is_hopeless((one for _, tries in found for one in tries), room)):
         return least
     for share in _STEPS_DOWN:
-        less = _within(program, int(share * least.nbytes), {})
-        if less is not None:
-            least = dataclasses.replace(less, budget=less.nbytes)
+        least = _less(program, int(share * least.nbytes)) or least
+    # A search for these bytes may find what takes less.
+    for _ in range(_MOST_STEPS):
+        if (less := _less(program, least.nbytes - 1)) is None:
+            break
+        least = less
     return least
+
+
+def _less(program: Known, room: int) -> Plan | None:
+    """A plan within so many bytes that says what it takes itself."""
+    found = _within(program, room, {})
+    return None if found is None else dataclasses.replace(found, budget=found.nbytes)
 
 
 def _ways(program: Known) -> list[Plans]:

@@ -65,9 +65,10 @@ class Known:
         rates = costs.device(device_of(layout.shardings))
         self.is_split = layout.devices > 1
         self.is_by_parts = layout.has_parts and not allowed.compress
-        self._whole = self.chain = Chain(derivative, rates, solved=not self.is_by_parts, **allowed._asdict())
+        options = {**allowed._asdict(), "pack": not self.is_split}  # to pack sharded arrays, all of them would be moved
+        self._whole = self.chain = Chain(derivative, rates, solved=not self.is_by_parts, **options)
         if self.is_by_parts:
-            self.chain = Chain(on_device(derivative, layout), rates, whole=self._whole, **allowed._asdict())
+            self.chain = Chain(on_device(self._whole.derivative, layout), rates, whole=self._whole, **options)
         self.layout = layout.of_device if self.is_by_parts else layout
         self.digest = digest
         self._types, self._inputs = types, layout

@@ -27,7 +27,10 @@ def _reasons(plan: Any) -> Iterator[str]:
         yield f"with parts that run tile by tile, which no policy does: {use}, or plan without 'tile' in allow"
     if not stretches:
         yield "that computes nothing again: leave jax.checkpoint out"
-    if any(one.bits is not None for stretch in stretches for one in stretch.kept):
+    bits = {one.bits for stretch in stretches for one in stretch.kept}
+    if bits == {1, None} or bits == {1}:
+        yield f"with masks as bits, which no policy makes: {use}"
+    if bits - {None}:
         yield f"with arrays in codes, which no policy makes: {use}, or plan without 'compress' in allow"
     if any(stretch.in_blocks is not None for stretch in stretches):
         yield f"with a schedule: turns of a loop run again in blocks, which no policy does: {use}, or plan for more bytes"

@@ -13,7 +13,7 @@ from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import NAMES
 from memjax._core.program.scopes import maker_of
-from memjax._plan.codes import BITS, codes_in
+from memjax._plan.codes import codes_in
 from memjax._plan.early.options import is_plan
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import InBlocks, Kept, Stretch
@@ -48,7 +48,7 @@ def _stretches(
     for turns, one in parts:
         inside = [
             *(kept(var, array_bytes(var)) for var in one.kept),
-            *(kept(code.of, code.nbytes, BITS) for code in codes_in(codes, one.coded)),
+            *(kept(code.of, code.nbytes, code.bits) for code in codes_in(codes, one.coded)),
             *(kept(var, array_bytes(var), on_host=True) for var in one.moved),
         ]
         seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)

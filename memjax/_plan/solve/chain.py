@@ -45,9 +45,10 @@ class Chain:
     """What a derivative can keep and run again.
 
     Args:
-      derivative: the passes.
+      derivative: the passes; the attribute is what they are in plans.
       rates: of the device.
       compress, offload: whether something may be kept in codes, or on the host.
+      pack: whether booleans may be kept as bits.
       solved: whether the frontier is wanted.
       whole: the chain of the whole passes, if these are a device's part of them. Both are cut alike.
 
@@ -66,17 +67,18 @@ class Chain:
         *,
         compress: bool = False,
         offload: bool = False,
+        pack: bool = False,
         solved: bool = True,
         whole: Chain | None = None,
     ):
-        self.derivative, self.rates = derivative, rates
-        self._offload = offload
+        self.derivative, self.rates = derivative, rates = derivative.in_plans, rates
+        self._offload, self._compress = offload, compress
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
         self._gathered = gathered(program, self.free)
         pairs = {id(pair.forward): pair for pair in loops_of(derivative)}
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
-        self.codes = codes_of(derivative, self.free) if compress else None
+        self.codes = codes_of(derivative, self.free, compress=compress) if compress or pack else None
         alone = [pair.forward for pair in self.loops.values()]
         if whole is None:
             cuts, n = cut_points(program, derivative.outputs, self.free, alone), len(program.eqns)
@@ -199,7 +201,7 @@ class Chain:
             return None
         if id(pair) not in self._codes_of_loops:
             free = available_anywhere(pair.program, pair.free)
-            self._codes_of_loops[id(pair)] = codes_of_loop(self.derivative, pair, free)
+            self._codes_of_loops[id(pair)] = codes_of_loop(self.derivative, pair, free, compress=self._compress)
         return self._codes_of_loops[id(pair)]
 
     def _signature(self, segment: Segment) -> Any:

@@ -55,7 +55,30 @@ class _Found:
                 self.add(self._makers[var])
 
 
-def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
+def as_compiled(eqns: Sequence[Any], platform: str) -> list[Any]:
+    """The equations as compilers for a platform change them, as far as that tells which arrays there are."""
+    return _transposed_products(_scattered_into_sums(eqns), platform)
+
+
+def _transposed_products(eqns: Sequence[Any], platform: str) -> list[Any]:
+    """The equations; a product of matrices that is only read to be transposed, as gradients of weights are, is one with factors
+    swapped. On CPUs one of narrow floats is of wider ones, which are converted first."""
+    flow = Dataflow(eqns)
+    gone: set[int] = set()
+    instead: dict[int, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive.name != "transpose" or len(eqn.outvars[0].aval.shape) != 2 or is_literal(eqn.invars[0]):
+            continue
+        product = flow.makers.get(eqn.invars[0])
+        if product is None or product.primitive.name != "dot_general" or len(flow.readers[eqn.invars[0]]) > 1:
+            continue
+        if platform != "cpu" or eqn.outvars[0].aval.dtype.itemsize >= 4:
+            gone.add(id(eqn))
+            instead[id(product)] = product.replace(outvars=eqn.outvars)
+    return [instead.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
+
+
+def _scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
     """The equations; what is scattered into zeros and added to an array is scattered into that array, as compilers do."""
     flow = Dataflow(eqns)
     gone: set[int] = set()

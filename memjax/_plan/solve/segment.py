@@ -11,7 +11,7 @@ from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
 from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes, lent_to
 from memjax._plan.codes import Codes
 from memjax._plan.schedule.execute import LoopPlan
-from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
+from memjax._plan.solve.order import as_compiled, freeing_first, in_time
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
 
 
@@ -166,7 +166,7 @@ class BackwardTurn:
         self.wanted = [var for var in dict.fromkeys(segment.wanted) if var not in self.is_known]
         self.handed_on = [*({flow.names.get(var, var) for var in segment.crossing} & made)]
         self.hoisted_nbytes = hoisted_bytes(segment.backward, rates.platform)
-        self._backward = scattered_into_sums(segment.backward)
+        self._backward = as_compiled(segment.backward, rates.platform)
         self._names = aliases(self._backward, flow.names)
 
     def again(self, subset: Subset) -> list[Any]:

@@ -2,7 +2,7 @@
 
 Candidates are what a minimum cut keeps at one price of memory or another. With codes there are two cuts for each price: one for
 what has to be exact, from exact values alone, and one for the rest, where an array costs its code, if that is cheaper. Subsets
-in which something exact would follow from a rounded value are left out.
+in which something exact would follow from a rounded value are left out. Booleans as bits are exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, made_by, read_by
 from memjax._core.program.primitives import expensive
-from memjax._plan.codes import Code, Codes
+from memjax._plan.codes import Code, Codes, rounds
 
 _PRICES = 12
 _MOST_CANDIDATES = 12  # all subsets of which are looked at
@@ -95,6 +95,8 @@ def exact_subsets(problem: Problem) -> list[Subset]:
 
 def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
     """The subsets with codes; statistics are kept in all of them."""
+    if all(codes.codec(var) is None for var in (*problem.again.place, *problem.wanted)):
+        return []
     total = sum(map(array_bytes, problem.wanted))
     again = problem.again
     at_hand = made_by(
@@ -127,32 +129,39 @@ def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
 
 def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple[Any, bool]]:
     """Chooses the variables to keep at one price of memory; returns (variable, whether it is kept in a code)."""
+
+    def in_code(var: Any) -> int | None:
+        """Bytes of the code, if it is worth that."""
+        few = codes.nbytes(var)
+        if few is None:
+            return None
+        more = problem.to_code(var, few) - problem.to_keep(var)
+        return few if price * (array_bytes(var) - few) > more else None
+
+    def in_exact_code(var: Any) -> int | None:
+        return None if rounds(codes.bits(var)) else in_code(var)
+
+    def kept_at(
+        wanted: Iterable[Any], known: set[Any], in_code: Callable[[Any], int | None], **never: Any
+    ) -> list[Any]:
+        nbytes = lambda var: in_code(var) or array_bytes(var)
+        to_keep = lambda var: problem.to_code(var, few) if (few := in_code(var)) else problem.to_keep(var)
+        return _kept_at(price, problem, wanted, known, nbytes, to_keep, **never)
+
     strict = [var for var in problem.wanted if var in codes.exact]
-    kept = _kept_at(price, problem, strict, problem.known)
+    kept = kept_at(strict, problem.known, in_exact_code)
     known = {*problem.known, *kept}
     known.update(made_by(problem.again.needed(strict, known)))
     # Values that can be computed without a code's rounding, from values known or kept uncoded.
     exact = problem.again.following(known, lambda eqn: True)
 
-    def is_coded(var: Any) -> bool:
-        few = codes.nbytes(var)
-        if few is None:
-            return False
-        more = problem.to_code(var, few) - problem.to_keep(var)
-        return price * (array_bytes(var) - few) > more
-
-    def nbytes(var: Any) -> int:
-        return (codes.nbytes(var) if is_coded(var) else None) or array_bytes(var)
-
-    def to_keep(var: Any) -> float:
-        return problem.to_code(var, nbytes(var)) if is_coded(var) else problem.to_keep(var)
-
     def never(eqn: Any) -> bool:
         is_exact = exact.issuperset(read_by([eqn]))
         return bool(eqn.effects) or not (is_exact or codes.keeps_errors_small(eqn))
 
-    rest = _kept_at(price, problem, problem.wanted, known, nbytes, to_keep, never)
-    return [*((var, False) for var in kept), *((var, is_coded(var)) for var in rest)]
+    rest = kept_at(problem.wanted, known, in_code, never=never)
+    found = [*((var, in_exact_code(var)) for var in kept), *((var, in_code(var)) for var in rest)]
+    return [(var, few is not None) for var, few in found]
 
 
 def _kept_at(
@@ -245,7 +254,8 @@ def _breaks(
       codes: the codes of the program.
     """
     nothing = np.zeros_like(next(iter(in_code.values())))
-    rounded, broken = dict(in_code), nothing.copy()
+    rounded = {var: mask for var, mask in in_code.items() if rounds(codes.bits(var))}
+    broken = nothing.copy()
     for eqn, runs in running:
         mine = runs & np.logical_or.reduce([nothing, *(rounded[v] for v in read_by([eqn]) if v in rounded)])
         if not mine.any():

@@ -33,7 +33,7 @@ def max_pool(x: Float[Array, ...], *, window_dimensions, window_strides, padding
     """
     axes = axes_of(x.shape, window_dimensions, window_strides, padding)
     is_dilated = any(d != 1 for d in (*base_dilation, *window_dilation))
-    if is_dilated or math.prod(window_dimensions) > 256 or any(edge < 0 for pair in padding for edge in pair):
+    if is_dilated or not has_index(axes):
         return _plain(x, axes, base_dilation, window_dilation)
     return _indexed(x, axes)
 
@@ -66,6 +66,11 @@ class Axis(NamedTuple):
 Axes = tuple[Axis, ...]
 
 
+def has_index(axes: Axes) -> bool:
+    """Whether a byte says where in its window each maximum is."""
+    return math.prod(axis.size for axis in axes) <= 256 and all(min(axis.low, axis.high) >= 0 for axis in axes)
+
+
 def axes_of(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], padding: Sequence[Any]) -> Axes:
     return tuple(Axis(n, k, s, low, high) for n, k, s, (low, high) in zip(shape, sizes, strides, padding, strict=True))
 
@@ -87,8 +92,8 @@ def _indexed(x, axes: Axes):
     return _plain(x, axes)
 
 
-def _forward(x, axes: Axes):
-    """The maxima and where they are, in one pass."""
+def with_index(x, axes: Axes):
+    """The maxima and where they are, uint8, in one pass."""
     if _overlap(axes):
         x = barrier(x)  # or the compiler would compute it once for every window that it is in
     shape = tuple(axis.outputs for axis in axes)
@@ -106,7 +111,8 @@ def _forward(x, axes: Axes):
     return out, index
 
 
-def _backward(axes: Axes, index, ct):
+def from_index(axes: Axes, index, ct):
+    """The gradient of the input, a tuple of one: each cotangent goes to where its window's maximum is."""
     woven = functools.partial(_woven, axes)
     aval = jax.typeof(ct)
     is_whole = is_of_one_device(aval) and all(axis is None for axis in aval.sharding.spec)
@@ -161,7 +167,7 @@ def plan_of(axes: Axes) -> Plan:
     return Plan(outer, axes[first : last + 1], inner)
 
 
-_indexed.defvjp(_forward, _backward)
+_indexed.defvjp(with_index, from_index)
 
 
 # Moves ReLUs from before a max-pooling to behind it: the same values and gradients, with less to compute and to keep.

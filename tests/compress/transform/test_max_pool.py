@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax import compressed
-from memjax.compress._transform.max_pool import _forward, _woven, axes_of, max_pool, max_pool_gradient, plan_of
+from memjax.compress._transform.max_pool import _woven, axes_of, max_pool, max_pool_gradient, plan_of, with_index
 from tests.compress.codecs.round_trip import normal
 from tests.compress.kept import kept_of_sum
 from tests.compress.networks import EXACT
@@ -74,7 +74,7 @@ def check_kernel(shape, size, strides, padding, dtype, interpret):
     """Against what XLA makes of the same sums, in the same order."""
     axes = axes_of(shape, size, strides, padding)
     x = np.round(2 * normal(*shape)).astype(dtype)
-    out, index = jax.jit(_forward, static_argnums=1)(x, axes)
+    out, index = jax.jit(with_index, static_argnums=1)(x, axes)
     ct = normal(*out.shape, seed=1).astype(dtype)
     [wanted] = jax.jit(functools.partial(_woven, axes))(index, ct)
     plan = plan_of(axes)

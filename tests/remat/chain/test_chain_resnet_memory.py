@@ -64,7 +64,9 @@ def temp(budget, axis_name="batch"):
 def test_compiled_bytes_keep_within_every_budget():
     with pytest.raises(ValueError, match="least possible") as error:
         temp(1)
-    sizes = {word: float(number) * 2**20 for word, number in re.findall(r"(is|with) ([\d.]+) MiB", str(error.value))}
+    units = {"KiB": 2**10, "MiB": 2**20}
+    numbers = re.findall(r"(is|with) ([\d.]+) (KiB|MiB)", str(error.value))
+    sizes = {word: float(number) * units[unit] for word, number, unit in numbers}
     found = []
     for share in SHARES:
         budget = int(1.01 * sizes["is"] + share * (sizes["with"] - sizes["is"]))
