@@ -137,7 +137,7 @@ Tried = dict[bool, list[Try]]
 """What was compiled for a budget, by whether the backward pass runs in steps."""
 
 
-def _decide(program: Known, budget: int | str, thoroughly: bool, patiently: bool) -> Plan:
+def _decide(program: Known, budget: int | str, thoroughly: bool = True, patiently: bool = False) -> Plan:
     """The plan; if none fits that of the least memory that was found."""
     tried: Tried = {}
     if isinstance(budget, int) and (found := _within(program, budget, tried, thoroughly, patiently)):
