@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -67,9 +68,10 @@ def fixed_bytes(program: Any) -> tuple[int, int]:
     tried on a CPU.
     """
     found = program.memory_analysis()
-    infos = jax.tree.leaves(program.args_info)
-    shardings = jax.tree.leaves(program.input_shardings, is_leaf=lambda one: one is None)  # None: it is not read
-    on_host = sum(_on_host_of_cpu(info._aval, one) for info, one in zip(infos, shardings, strict=True))
+    # Empty parts of arguments are None in both; a sharding is None, too, where the argument is not read.
+    leaves = functools.partial(jax.tree.leaves, is_leaf=lambda one: one is None)
+    pairs = zip(leaves(program.args_info), leaves(program.input_shardings), strict=True)
+    on_host = sum(_on_host_of_cpu(info._aval, sharding) for info, sharding in pairs if info is not None)
     return found.argument_size_in_bytes - on_host, found.output_size_in_bytes - found.alias_size_in_bytes
 
 

@@ -362,3 +362,15 @@ def test_layers_are_solved_once_however_many_scalars_their_updates_make(monkeypa
         return len(solved)
 
     assert count(7) == count(9) > 0
+
+
+def test_arguments_may_have_parts_that_are_none_or_not_read():
+    """As the static parts of a module of equinox, or a state that a step ignores."""
+
+    def step(state, x):
+        return {**state, "w": state["w"] - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(state["w"])}
+
+    args = {"w": jnp.ones((64, 64)), "none": None, "ignored": jnp.ones(3)}, jnp.ones((256, 64))
+    jitted = memjax.jit(step, budget="1GiB")
+    assert jitted(*args)["none"] is None
+    assert jitted.plan(*args).nbytes > 0
