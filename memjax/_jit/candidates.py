@@ -68,7 +68,7 @@ def fixed_bytes(program: Any) -> tuple[int, int]:
     tried on a CPU.
     """
     found = program.memory_analysis()
-    # Empty parts of arguments are None in both; a sharding is None, too, where the argument is not read.
+    # An empty part of the arguments is None in both trees. The sharding of an argument that is not read is None, too.
     leaves = functools.partial(jax.tree.leaves, is_leaf=lambda one: one is None)
     pairs = zip(leaves(program.args_info), leaves(program.input_shardings), strict=True)
     on_host = sum(_on_host_of_cpu(info._aval, sharding) for info, sharding in pairs if info is not None)

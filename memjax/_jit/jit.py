@@ -253,7 +253,7 @@ class Jitted:
         return self._entries[key] if key in self._entries else self._anywhere[anywhere]
 
     def _called(self, step: Step, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Call:
-        """The step for these arguments. If it takes none in the memory of the host, what is there is taken to be on a device."""
+        """The step for these arguments. If it refuses arrays on the host, they count as on a device."""
         try:
             return Call(step, args, kwargs, leaves, self._traced(step, args, kwargs))
         except (TypeError, ValueError):

@@ -113,7 +113,7 @@ def test_what_cannot_fit_is_refused_soon(share, few):
 
 @pytest.mark.parametrize("budget", [300_000, 450_000, 500_000])
 def test_the_least_in_order_is_met_whatever_the_budget(budget):
-    """Of the whole step, by the model. Here it is the plan in the middle of the line, which keeps more than others."""
+    """The model of the whole step says which plan takes the least. Here it is one that keeps more than others do."""
     places = lambda run: sorted(run.derivative.forward.flow.place[var] for var in run.kept)
     nbytes = lambda acting: 500_000 if acting and [*map(places, acting.values())] == middle else 700_000
     fit = _fit_whose_plans_compile_to(nbytes)

@@ -30,7 +30,7 @@ def convolved(x, kernel):
 
 
 def windows(size, stride, padding):
-    """Of `lax.reduce_window`, as equinox writes its pools: for one example."""
+    """A pool of one example by `lax.reduce_window`, as equinox writes it."""
     one = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (size, size, 1), (stride, stride, 1), padding)
     return jax.vmap(one)
 

@@ -83,7 +83,7 @@ def test_a_plan_of_types_that_state_their_sharding():
 
 
 def test_layers_in_a_loop_count_and_rings_of_two_that_save_little_are_left_out():
-    """Of few tokens a ring of two holds as much: blocks of the weights and of their gradients travel beside those at work."""
+    """With few tokens a ring saves nothing: a device holds two blocks of weights and gradients, one of which travels."""
     mesh = mesh_of(AxisType.Explicit, 8)
     of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     params = {"up": of((3, DIM, HIDDEN), P()), "down": of((3, HIDDEN, DIM), P())}

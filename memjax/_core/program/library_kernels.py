@@ -1,10 +1,11 @@
 """Which values XLA:CPU writes to memory for kernels of its library, YNNPACK.
 
-XLA makes one kernel of a reduction and operations around it: the one that alone reads its result, and so on, and those, products
-included, that nothing else reads. What else a kernel reads is written to memory first, broadcasts included: elsewhere XLA
-broadcasts in whatever reads the array, but one that is read elsewhere, too, is not taken into a kernel. So the reciprocal sum of
-a softmax, the scale of a norm, or a mask for all heads, which the forward pass reads, are kept for the backward pass in the shape
-of the array that they are multiplied with there.
+XLA makes one kernel of a reduction and operations around it: the operation that alone reads its result, and so on, and those,
+products included, that nothing else reads. What else a kernel reads is written to memory first.
+
+That holds for broadcasts, too. Other operations broadcast what they read, each for itself. A kernel does so only if nothing
+outside of it reads the same broadcast. So some arrays are kept for the backward pass in the shape of what they are multiplied with there,
+as the forward pass reads them, too: the reciprocal sum of a softmax, the scale of a norm, a mask for all heads.
 """
 
 from __future__ import annotations
