@@ -4,8 +4,8 @@ XLA makes one kernel of a reduction and operations around it: the operation that
 products included, that nothing else reads. What else a kernel reads is written to memory first.
 
 That holds for broadcasts, too. Other operations broadcast what they read, each for itself. A kernel does so only if nothing
-outside of it reads the same broadcast. So some arrays are kept for the backward pass in the shape of what they are multiplied with there,
-as the forward pass reads them, too: the reciprocal sum of a softmax, the scale of a norm, a mask for all heads.
+outside of it reads the same broadcast. So some arrays are kept for the backward pass in the shape of what they are multiplied
+with there, as the forward pass reads them, too: the reciprocal sum of a softmax, the scale of a norm, a mask for all heads.
 """
 
 from __future__ import annotations
