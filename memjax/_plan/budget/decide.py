@@ -129,7 +129,7 @@ def _can_be_faster(other: Known, found: Plan, budget: int | str) -> bool:
     assert isinstance(budget, int)
     if not _fits(found, budget):  # seldom does a plan with less fit where none with more does
         return any(Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
-    room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
+    room = _UNSURE**2 * found.first_nbytes * budget / max(found.nbytes, 1)  # what is over may fit with less kept
     fitting = [seconds for nbytes, seconds in other.frontier if nbytes <= room]
     return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
 
