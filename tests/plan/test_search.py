@@ -37,7 +37,9 @@ def test_the_step_as_it_is_written_corrects_the_first_try():
     compiled = off_by(predicted, 1.0, amount).tolist()
     most = predicted[-1] + 500
     above = Try(len(predicted), most, most, most + amount + 800)
-    first, second = search(predicted, seconds, budget, compiled.__getitem__, patience=Patience(by_amount=True), above=above)
+    first, second = search(
+        predicted, seconds, budget, compiled.__getitem__, patience=Patience(by_amount=True), above=above
+    )
     assert compiled[0] < first.compiled == first.expected - 800 < 0.985 * budget
     assert 0.985 * budget < second.compiled == second.expected <= budget
 
