@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from memjax._core.meshes import device_of, is_in_host_memory
+from memjax._jit.derivatives.body import Acting
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.budget.known import Key
 from memjax._plan.run import Run
 
+Compile = Callable[[Acting], Any]
+"""Compiles the step with these passes run otherwise than they are."""
 Chosen = dict[StepPasses, tuple[Run, Key]]
 """How passes are run, and what tells that from other ways."""
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._jit.candidates import Chosen, Compiled, DoesNotFitError, Rank, held_bytes, key_of_all, leanest
-from memjax._jit.derivatives.body import Acting, Body
+from memjax._jit.candidates import Chosen, Compile, Compiled, DoesNotFitError, Rank, held_bytes, key_of_all, leanest
+from memjax._jit.derivatives.body import Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._jit.ways.predictions import Predictions, bytes_in_order, plain_bytes, way_of
 from memjax._plan.acting import by_plan
 from memjax._plan.batch.microbatches import Sums
-from memjax._plan.budget.decide import OF_PARTS, TooLittleError, decide, is_hopeless, plan_of
+from memjax._plan.budget.decide import OF_PARTS, Effort, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.plans import Plans
 from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
@@ -26,16 +26,11 @@ from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
 
-Compile = Callable[[Acting], Any]
-"""Compiles the step with these passes run otherwise than they are."""
-
 _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
 _SURELY_IN_PARTS = 1.05  # the same in microbatches: more of them will fit
 _IN_ORDER = 12  # parts of a line of plans, at the ends of which plans are compared by the model of the whole step
-_ALMOST_NOTHING = (
-    1.15  # of the time of a step: where plans compute more again than that, none keeps what the step keeps
-)
+_ALMOST_NOTHING = 1.15  # of a step's time: where plans compute more again than that, none keeps what it keeps
 _CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
 
 
@@ -180,7 +175,7 @@ class Fit:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
             for passes in self._passes:
-                self._decide(passes, room, thoroughly=thoroughly, patiently=patiently)
+                self._decide(passes, room, Effort(thoroughly, patiently, self._as_written))
             found.append(self._planned(budget))
         fits = lambda one: isinstance(budget, int) and one[0].nbytes <= budget
         if not any(map(fits, found)):
@@ -315,16 +310,21 @@ class Fit:
     def _chosen(self, line: Line, way: int) -> Chosen:
         return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
 
-    def _decide(self, passes: StepPasses, room: int | str, **how: bool) -> None:
+    @property
+    def _as_written(self) -> tuple[int, int] | None:
+        """What the step was predicted to take with its passes as they are, and took; None where that says little of plans."""
+        is_alike = self.is_plain_compiled and len(self._passes) == 1 and self._layout.devices > 1
+        return (self._by_passes({}), self.plain.nbytes - self._beside) if is_alike else None
+
+    def _decide(self, passes: StepPasses, room: int | str, effort: Effort) -> None:
         """Decides on the passes. If the step does not fit then, they take the least memory."""
         least = self._acting.pop(passes, None)
         if least is not None and isinstance(room, int):
             # Where the peak is elsewhere, compiling says nothing of these passes.
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
         measure, before = self._measured(passes)
-        options: dict[str, Any] = {**self._allowed, **how}
         try:
-            plan = decide(*self._program(passes), room, measure=measure, before=before, **options)
+            plan = decide(*self._program(passes), room, measure=measure, before=before, effort=effort, **self._allowed)
         except TooLittleError as error:
             plan = error.least
         run = by_plan(passes, plan, self._layout) if plan.stretches else None

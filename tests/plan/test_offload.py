@@ -126,6 +126,15 @@ def test_a_choice_as_data_says_what_is_on_the_host():
     assert (last.turns, last.host_nbytes, last.nbytes) == (1, 0, carried)
 
 
+def test_a_plan_of_a_loop_that_returns_lent_memory_is_read_back():
+    found = chain(scanned, *shapes())
+    choices = [
+        one._replace(option=one.option._replace(working=-1) if one.option.parts else one.option)
+        for one in found.least_choices()
+    ]
+    assert {one.working_nbytes for one in stretches(found, choices, Layout(())) if one.turns} == {0}
+
+
 @pytest.mark.usefixtures("x64")
 def test_nothing_moves_on_cpus():
     params, x = networks.stacked(networks.parameters()), networks.inputs()

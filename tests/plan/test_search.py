@@ -30,6 +30,28 @@ def test_where_it_is_known_what_arrays_take_the_second_try_corrects_by_an_amount
     assert first.compiled > budget >= second.compiled == second.expected
 
 
+def test_the_step_as_it_is_written_corrects_the_first_try():
+    """What XLA gathers on several devices it gathers in that step, too."""
+    predicted, seconds = frontier(100)
+    amount, budget = 3 * predicted[0], predicted[50] + 3 * predicted[0]
+    compiled = off_by(predicted, 1.0, amount).tolist()
+    most = predicted[-1] + 500
+    above = Try(len(predicted), most, most, most + amount + 800)
+    first, second = search(
+        predicted, seconds, budget, compiled.__getitem__, patience=Patience(by_amount=True), above=above
+    )
+    assert compiled[0] < first.compiled == first.expected - 800 < 0.985 * budget
+    assert 0.985 * budget < second.compiled == second.expected <= budget
+
+
+def test_what_is_known_not_to_fit_is_not_tried_for_a_small_gain():
+    predicted, budget = [1000, 2000, 2100], 2050
+    found = lambda gain: search(predicted, [1 + gain, 1 + gain, 1.0], budget, predicted.__getitem__, patience=patience)
+    patience = Patience(by_amount=True)
+    assert [one.number for one in found(0.01)] == [1]
+    assert [one.number for one in found(0.03)] == [1, 2]
+
+
 def best(compiled, budget):
     return max(np.flatnonzero(compiled <= budget), default=None)
 

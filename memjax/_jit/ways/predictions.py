@@ -77,16 +77,24 @@ class Predictions:
 
     In plans of one program the model is off by an amount, as by an array that is there a little longer than it has it. Between
     programs of which one runs for fewer examples at a time it is off by a factor, which counts in part. Plans in steps are off by
-    other amounts than those that are not: there the compiler has less to choose.
+    other amounts than those that are not: there the compiler has less to choose. On several devices the step as it is written
+    tells what XLA gathers, until a plan does.
+
+    Args:
+      devices: on which the step runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int = 1) -> None:
+        self._devices = devices
         self._seen: list[_Seen] = []
 
     def corrected(self, way: Way, model: int) -> int:
         """Bytes that are predicted by now, `model` being what the model alone predicts."""
         comparable = lambda one: one.way._replace(body=way.body) == way and None not in (one.way.body, way.body)
         seen = [one for one in reversed(self._seen) if comparable(one)]
+        if not seen and self._devices > 1 and way.body is not None:
+            seen = [one for one in self._seen if one.way.body is None]
+            return max(model + seen[0].compiled - seen[0].model, 0) if seen else model
         if not seen:
             return model
         # Of those that are equally alike the nearest, and of these the last.

@@ -73,7 +73,7 @@ class Ways:
         self._lower = lower
         self._no_microbatches: str | None = None  # why
         self.way: tuple[int, int] | None = None
-        self._predictions = Predictions()
+        self._predictions = Predictions(layout.devices)
         self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
 

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memjax._core.meshes import device_of
 from memjax._plan.budget.known import Allowed, Known, Measure, known
@@ -40,6 +40,23 @@ _OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass o
 _FAR_OFF = 1.4  # the same: the model may not know this program
 
 
+class Effort(NamedTuple):
+    """How hard to look for a plan of a part of a step, where each plan that is tried compiles the step.
+
+    Attributes:
+      thoroughly: look for the least where nothing fits. Else what was compiled may be enough to see that nothing will.
+      patiently: correct predictions that are far off, though not thoroughly: whatever else there is is predicted much slower.
+      as_written: predicted bytes of the step with its passes as they are, and those that were compiled, if so.
+    """
+
+    thoroughly: bool = True
+    patiently: bool = False
+    as_written: tuple[int, int] | None = None
+
+
+_NO_EFFORT_SPARED = Effort()
+
+
 class TooLittleError(ValueError):
     """The budget is less than the least possible. It has the plan of the least memory that was found."""
 
@@ -63,8 +80,7 @@ def decide(
     offload: bool = False,
     measure: Measure | None = None,
     before: dict[Any, Known] | None = None,
-    thoroughly: bool = True,
-    patiently: bool = False,
+    effort: Effort = _NO_EFFORT_SPARED,
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
@@ -76,8 +92,7 @@ def decide(
       budget: of bytes.
       compress, offload: what else may be done.
       measure, before: of the step that the program is part of, as for `known`.
-      thoroughly: look for the least where nothing fits. Else what was compiled may be enough to see that nothing will.
-      patiently: correct predictions that are far off, though not thoroughly: whatever else there is is predicted much slower.
+      effort: where the program is part of a step.
 
     Raises:
       TooLittleError: the budget is less than the least possible.
@@ -86,13 +101,13 @@ def decide(
     offload = offload and not nothing_moves
     most = Allowed(compress, offload)
     of = lambda allowed: known(derivative, types, layout, allowed, measure, before)
-    found = [_decide(of(most), budget, thoroughly, patiently)]
+    found = [_decide(of(most), budget, effort)]
     for less in dict.fromkeys((most, Allowed(compress), Allowed())):
         if less == most or (budget == "min" and less.compress != compress):
             continue
         other = of(less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
-            found.insert(0, _decide(other, budget, thoroughly, patiently))  # of equals it is the one to take
+            found.insert(0, _decide(other, budget, effort))  # of equals it is the one to take
     plans = [plan for plan in found if _fits(plan, budget)]
     if not plans:
         assert isinstance(budget, int)
@@ -138,12 +153,12 @@ Tried = dict[bool, list[Try]]
 """What was compiled for a budget, by whether the backward pass runs in steps."""
 
 
-def _decide(program: Known, budget: int | str, thoroughly: bool = True, patiently: bool = False) -> Plan:
+def _decide(program: Known, budget: int | str, effort: Effort = _NO_EFFORT_SPARED) -> Plan:
     """The plan; if none fits that of the least memory that was found."""
     tried: Tried = {}
-    if isinstance(budget, int) and (found := _within(program, budget, tried, thoroughly, patiently)):
+    if isinstance(budget, int) and (found := _within(program, budget, tried, effort)):
         return found
-    if isinstance(budget, int) and not thoroughly:
+    if isinstance(budget, int) and not effort.thoroughly:
         best = [(plans, min(tried[plans.in_steps], key=lambda one: one.compiled)) for plans in _ways(program)]
         plans, one = min(best, key=lambda one: one[1].compiled)
         return plan_of(program, plans, one, tried[plans.in_steps], budget)
@@ -199,7 +214,7 @@ def _is_refused(ways: Iterable[Plans], budget: int) -> bool:
     return is_hopeless([plans.tried(1) for plans in ways], budget)
 
 
-def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True, patiently: bool = False) -> Plan | None:
+def _within(program: Known, budget: int, tried: Tried, effort: Effort = _NO_EFFORT_SPARED) -> Plan | None:
     """The fastest plan found that fits, if any. What is compiled is noted in `tried`.
 
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
@@ -212,16 +227,17 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True, 
     for plans in ways:
         if not (fitted or program.is_part) and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        patience = _patience(program, tried[False] if plans.in_steps else [], plans.in_steps, thoroughly, patiently)
-        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, patience, least=1)
+        patience = _patience(program, tried[False] if plans.in_steps else [], plans.in_steps, effort)
+        how = plans.kind, patience, 1, _above(plans, effort.as_written, budget)
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, *how)
         tried[plans.in_steps] = tries
         if all(one.compiled > budget for one in tries):
-            if not thoroughly or tries[0].compiled > patience.off * tries[0].predicted:
+            if not effort.thoroughly or tries[0].compiled > patience.off * tries[0].predicted:
                 continue
             if program.is_part and _is_refused(_ways_to_the_least(ways, tried), budget):
                 break
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
-        tries += _leaner(plans, tries, budget, MOST_TRIES - len(tries) if program.is_part else _MOST_LEANER)
+        tries += _leaner(plans, tries, budget, OF_PARTS.enough - len(tries) if program.is_part else _MOST_LEANER)
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
@@ -235,19 +251,31 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True, 
     return _without_a_plan(program, plans, chosen, tries, budget) or plan_of(program, plans, chosen, tries, budget)
 
 
-def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly: bool, patiently: bool) -> Patience:
+def _above(plans: Plans, as_written: tuple[int, int] | None, budget: int) -> Try | None:
+    """The step as it is written, if it was compiled, as the try that comes after all plans.
+
+    On several devices XLA may gather what the model has as a device's part of it, and it does so in plans as well.
+    """
+    if as_written is None or as_written[1] <= budget:
+        return None
+    predicted, compiled = as_written
+    return Try(plans.count, predicted, predicted, compiled)
+
+
+def _patience(program: Known, before: Sequence[Try], in_steps: bool, effort: Effort) -> Patience:
     """How much a search may compile, where `before` was compiled of the backward pass that does not run in steps."""
     if not program.is_part:
         return Patience()
     patience = OF_PARTS._replace(
-        most=MOST_TRIES if thoroughly else 1 if before else OF_PARTS.enough, over=math.inf if thoroughly else OF_ONE
+        most=MOST_TRIES if effort.thoroughly else 1 if before else OF_PARTS.enough,
+        over=math.inf if effort.thoroughly else OF_ONE,
     )
     if program.is_split:
         # Predictions are off by what is sent, in steps as well: a few corrections do more.
         return patience._replace(enough=MOST_TRIES, by_amount=program.is_by_parts)
     return patience._replace(
         enough=max(OF_PARTS.enough - len(before), 1),
-        off=math.inf if in_steps or patiently else _OFF,
+        off=math.inf if in_steps or effort.patiently else _OFF,
         least_first=bool(before) and before[0].compiled > _FAR_OFF * before[0].predicted,
     )
 

@@ -29,6 +29,7 @@ GAIN = 5e-4  # of a step's time: what another try has to promise
 LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
 OF_ONE = 1.25  # by so much more the one plan that was compiled may take than others: these took up to 1.2 times less
 DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
+_KNOWN_AMOUNT = 1.01  # the same, where two tries have told by what amount the model is off
 _AS_PREDICTED = 1.05  # of the predicted bytes, or that part of them: the model knows what takes the least there
 _AS_FAST = 1e-4  # of a step's time: less is no difference
 _KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the prediction says little
@@ -65,6 +66,7 @@ def search(
     kind: Callable[[int], Hashable] = lambda number: number,
     patience: Patience = Patience(),  # noqa: B008 (it is immutable)
     least: int = 0,
+    above: Try | None = None,
 ) -> list[Try]:
     """Compiles a few plans, and returns these tries. The largest number within the budget is the fastest plan that fits.
 
@@ -78,6 +80,7 @@ def search(
       kind: from the number of a plan to its kind.
       patience: how much may be compiled.
       least: the number of the plan that is compiled where none is expected to fit.
+      above: what was compiled before, takes more than all plans, and does not fit: the first plan is corrected by it.
     """
     tries: list[Try] = []
     fits: Try | None = None
@@ -87,16 +90,15 @@ def search(
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
             break
-        is_corrected = len(tries) > 1 and over is None
+        is_corrected = len(tries) + (above is not None) > 1 and over is None
         aim = budget if is_corrected else (1 + _FULL) / 2 * budget
         expected = {}
         for i in range(low, high + 1):
             alike = [one for one in tries if kind(one.number) == kind(i)]
             below = max((one for one in alike if one.number < i), default=None)
-            above = min((one for one in alike if one.number > i), default=None)
-            expected[i] = _expected(
-                predicted[i], *((below, above) if alike else (fits, over)), alike or tries, patience
-            )
+            next_above = min((one for one in alike if one.number > i), default=None)
+            nearest = (below, next_above) if alike else (fits, over) if tries else (None, above)
+            expected[i] = _expected(predicted[i], *nearest, alike or tries, patience)
         if tries and fits is None:
             is_off = tries[0].compiled > patience.off * tries[0].predicted
             if is_off or min(expected.values()) > patience.over * budget:
@@ -110,10 +112,12 @@ def search(
             number = min(least, high)
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
-            wanted = patience.gain if len(tries) < patience.enough else LARGE_GAIN
+            is_doubtful = len(tries) >= patience.enough or (patience.by_amount and expected[number] > budget)
+            wanted = LARGE_GAIN if is_doubtful else patience.gain
             if fits.compiled >= _FULL * budget or gained < wanted * seconds[number]:
                 fast = seconds[fits.number] / (1 + LARGE_GAIN)
-                doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= DOUBTFUL * budget]
+                most = (DOUBTFUL if len(tries) < 2 or not patience.by_amount else _KNOWN_AMOUNT) * budget
+                doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= most]
                 if not doubtful:
                     break
                 number = doubtful[0]

@@ -51,7 +51,8 @@ def _stretches(
             *(kept(code.of, code.nbytes, code.bits) for code in codes_in(codes, one.coded)),
             *(kept(var, array_bytes(var), on_host=True) for var in one.moved),
         ]
-        seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)
+        # A loop that returns memory which others have lent may take less than nothing besides.
+        seconds, working = one.seconds * (turns or 1) / layout.devices, max(layout.local(option.working), 0)
         in_blocks = None if option.in_blocks is None else _in_blocks(option, layout)
         others = _not_kept(eqns, held if loop is None else {*_kept(one)})
         of_turns = Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working, in_blocks)
