@@ -20,7 +20,7 @@ from benchmarks import record
 
 BATCH, FEATURES, HIDDEN, MOST_STEPS = 64, 32, 64, 4096
 ROUNDS = 40
-SHARES = (0.9, 0.45)  # of the bytes of the default
+SHARES = (0.9, 0.45, 0.23)  # of the bytes of the default
 END, TIMES = 30.0, 50  # of the first case, which reads the end alone, and how many times the second reads
 
 

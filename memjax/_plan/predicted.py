@@ -120,8 +120,8 @@ def _of_loop(chain: Chain, choice: Choice) -> tuple[list[_Held], list[_Held]]:
         [(_, option)] = choice.option.parts
         (tail, there), (block, _) = inside(option, plan.tail), inside(option, plan.block if plan.block > 1 else 0)
         state = [*map(_whole, states_of(pair))]
-        kept = [*crossing, *_stacked(state, plan.rows), *tail]
-        rows = _stacked(state, sum(plan.levels[1:]) + 2 * len(plan.levels))
+        kept = [*crossing, *_stacked(state, sum(plan.levels) + 1 if plan.levels else 0), *tail]
+        rows = _stacked(state, 1 if plan.levels else 0)
         again = map(_whole, remade(pair, chain.free))
         return kept, [*kept, *rows, *block, *there, *again, *moving]
     if plan is not None:

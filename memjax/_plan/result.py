@@ -52,7 +52,8 @@ class InBlocks(NamedTuple):
     Attributes:
       block: turns of a block. What is kept of each of them is there while the block is backpropagated.
       tail: turns at the end, of which it is kept from the forward pass on.
-      levels: of nested loops, the number of parts on each level, the outermost first; none where there is a schedule.
+      levels: of nested loops, the number of parts on each level, the outermost first; none where there is a schedule. Of a loop
+        that ends early, how many states are kept, and how many more there are while turns run again.
       slots: of an optimal schedule over the blocks, the number of states; 0: there is none.
       state_nbytes: of a state.
     """
@@ -321,7 +322,7 @@ class Plan:
             lines.append(
                 f"{many}{stretch.stop - stretch.start} equations from {stretch.start}"
                 + (f", {stretch.turns} turns of a loop" if stretch.turns else "")
-                + _in_blocks(stretch.in_blocks)
+                + _in_blocks(stretch.in_blocks, stretch.turns)
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )
@@ -350,10 +351,12 @@ def _check_types(
             raise ValueError(f"{name} is {check.shown(value)}")
 
 
-def _in_blocks(how: InBlocks | None) -> str:
+def _in_blocks(how: InBlocks | None, turns: int | None) -> str:
     if how is None or not how.states:
         return ""
     over = f"of {how.slots} states by a schedule" if how.slots else f"of {' x '.join(map(str, how.levels))} blocks"
+    if not how.slots and how.block * math.prod(how.levels) + how.tail != turns:  # it ends early
+        over = f"from {' + '.join(map(str, how.levels))} states"
     return (
         f" that run again in blocks of {how.block}, the last {how.tail} not, {over}, "
         f"each state {readable_bytes(how.state_nbytes)}"

@@ -357,6 +357,31 @@ def test_a_plan_that_takes_a_little_too_much_is_made_leaner_if_it_is_much_faster
     assert decided.nbytes <= budget
 
 
+def test_a_way_between_keeps_less_where_the_compiler_takes_most(monkeypatch):
+    """Much is made for the first layer: by the prediction the others keep everything for nothing. The compiler counts that."""
+
+    def loss(ws, x):
+        up, down, *others = ws
+        x = jnp.tanh(jnp.sin(x @ up)) @ down
+        for w in others:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return jnp.sum(x**2)
+
+    size = 64 * WIDTH
+    ws = [array(size, 8 * size), array(8 * size, size), *[array(size, size)] * 10]
+    program = uncompiled(chain(loss, ws, array(64 * ROWS, size)))
+    plans = Plans(program)
+    kept = lambda plans, number: sum(one.option.kept_nbytes for one in plans.choices(number))
+    monkeypatch.setattr(Plans, "compiled", lambda plans, number: plans.predicted[number] + kept(plans, number) // 2)
+    assert plans.predicted[0] == plans.predicted[1]
+    assert plans.seconds[0] > 1.05 * plans.seconds[1]
+    for share in (0.4, 0.7):
+        decided = _decide(program, plans.predicted[0] + int(share * kept(plans, 1) / 2))
+        assert decided.nbytes <= decided.budget
+        assert plans.seconds[1] < decided.seconds < plans.seconds[0] / 1.02
+        assert len(decided.tries) <= 6
+
+
 def test_a_gradient_penalty_takes_no_more_than_with_a_checkpoint():
     args = parameters(jnp.float32, 4), inputs(jnp.float32, 1024)
 

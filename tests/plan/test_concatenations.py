@@ -40,6 +40,20 @@ def test_features_are_kept_once():
     assert memjax.measure(jax.grad(memjax.planned(dense_loss, plan=plan)), ws, x).temp_bytes < 3.6 * FEATURES
 
 
+def test_a_norm_of_all_features_is_gone_when_the_last_layer_runs_again():
+    def loss(ws, head, x):
+        for w in ws:
+            x = jnp.concatenate([x, jnp.sin(jnp.tanh(x) @ w)], -1)
+        x = jax.nn.relu(x / jnp.sqrt(jnp.mean(x**2, 0)))
+        pooled = jnp.mean(x.reshape(ROWS // 4, 4, -1), 1)
+        return jnp.mean(jnp.tanh(pooled @ head) ** 2)
+
+    ws, x = weights(), rows()
+    plan = memjax.plan(loss, ws, jnp.ones(((LAYERS + 1) * GROWTH, GROWTH)), x, budget="min")
+    # The features, the concatenation of the last layer, what it makes of it, and gradients of both.
+    assert plan.nbytes < 5.4 * FEATURES
+
+
 def test_a_whole_step_keeps_them_once():
     ws, x = weights(), rows()
     budget = 5 * FEATURES

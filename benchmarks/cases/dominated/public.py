@@ -47,7 +47,7 @@ def densenet(public: pathlib.Path) -> Network:
 
 def unet(public: pathlib.Path) -> Network:
     models = public_module(public, "bonsai/models/unet/modeling.py")
-    model = models.UNet(models.ModelConfig(3, 3, (8, 8, 16, 16, 32)), rngs=nnx.Rngs(0))
+    model = models.UNet(models.ModelConfig(3, 3, (4, 8, 16, 32, 64)), rngs=nnx.Rngs(0))
     return _autoencoder(model, 4, 64, models.DoubleConv)
 
 
@@ -176,7 +176,7 @@ def _classifier(model: Any, call: Callable[..., Any], batch: int, size: int, *cl
     graph, params, rest = split(model)
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
-        logits = call(nnx.merge(graph, params, rest), images)
+        logits = call(nnx.merge(graph, params, rest, copy=True), images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     images, labels = jax.random.normal(_KEY, (batch, size, size, 3)), jax.random.randint(_KEY, (batch,), 0, 100)

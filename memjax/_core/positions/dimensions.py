@@ -267,10 +267,11 @@ def scatter(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
             raise reason(eqn, "sums over positions")
         return [Summed()]
     for dim, where, into in scatter_places(eqn):
-        is_indexed = isinstance(indices, Shared) if where is None else fits(indices, Positions(where, 1))
-        is_apart = is_indexed and fits(operand, Positions(dim, 1)) and fits(updates, Positions(into, 1))
-        if is_apart and shape_of(eqn.invars[0])[dim] == walk.length:
-            return [Positions(dim, 1)]
+        inner, rest = divmod(shape_of(eqn.invars[0])[dim], walk.length)
+        is_indexed = isinstance(indices, Shared) if where is None else fits(indices, Positions(where, inner))
+        is_apart = is_indexed and fits(operand, Positions(dim, inner)) and fits(updates, Positions(into, inner))
+        if is_apart and inner and not rest:
+            return [Positions(dim, inner)]
     raise reason(eqn, UNKNOWN)
 
 

@@ -77,6 +77,7 @@ class Growth:
         self.operands: dict[int, list[State]] = {}
         self.inside: list[int] = []
         self.entered: list[int] = []
+        self._merged: dict[tuple[Any, int], bool] = {}
         self._read: set[Any] = set()  # variables with positions that the region reads from outside
 
     def __init__(self, program: Program, sources: Sources, seed: int, dim: int, leading: Collection[Any] | None):
@@ -154,6 +155,19 @@ class Growth:
             for dim, size in enumerate(shape):
                 if size == self.length:
                     yield Positions(dim, 1)
+            for dim, size in enumerate(shape):
+                if size > self.length and size % self.length == 0 and self.is_merged(atom, dim):
+                    yield Positions(dim, size // self.length)
+
+    def is_merged(self, var: Any, dim: int) -> bool:
+        """Whether a dimension of an operand from outside is merged of one of positions and others, as labels in one row are."""
+        if (var, dim) not in self._merged:
+            i = self.program.flow.place.get(var)
+            found = None
+            if i is not None and not expensive(self.program.eqns[i]):
+                found = self.kept_apart(i, Positions(dim, shape_of(var)[dim] // self.length))
+            self._merged[var, dim] = found is not None
+        return self._merged[var, dim]
 
     def is_constant(self, atom: Any) -> bool:
         """Whether it is one number, repeated."""

@@ -133,6 +133,8 @@ class _Cut:
         pairs = zip(outs, axes, strict=True)
         if any(axis is not None and shape_of(var)[axis] != growth.length for var, axis in pairs):
             return None
+        if not all(self._split(var, state) for var, state in self._merged(inside)):
+            return None
         mapped, common = self._operands(inside, set(inside))
         mapped = {key: None for key in mapped if not self._make_inside(*key)}
         common = [var for var in common if not self._absorb_view(var, self._before)]
@@ -194,11 +196,31 @@ class _Cut:
         for i in numbers:
             for atom, state in zip(self._program.eqns[i].invars, self._growth.operands[i], strict=True):
                 if not is_literal(atom) and self._flow.place.get(atom) not in within:
-                    if isinstance(state, Positions):
-                        mapped[atom, state.dim] = None
-                    else:
+                    if not isinstance(state, Positions):
                         common.append(atom)
+                    elif state.inner == 1:  # others are made inside
+                        mapped[atom, state.dim] = None
         return mapped, common
+
+    def _merged(self, inside: Collection[int]) -> list[tuple[Any, Positions]]:
+        """Operands from outside that have positions merged with other dimensions."""
+        return [
+            (atom, state)
+            for i in inside
+            for atom, state in zip(self._program.eqns[i].invars, self._growth.operands[i], strict=True)
+            if isinstance(state, Positions) and state.inner != 1 and self._flow.place.get(atom) not in inside
+        ]
+
+    def _split(self, var: Any, state: Positions) -> bool:
+        """Make an operand inside, from what has positions in a dimension of their own."""
+        i = self._flow.place[var]
+        if i in self._before:
+            return self._growth.states[var] == state
+        if len(self._program.eqns[i].outvars) > 1 or (found := self._growth.kept_apart(i, state)) is None:
+            return False
+        self._growth.operands[i], (self._growth.states[var],) = found
+        self._before[i] = None
+        return all(self._split(atom, one) for atom, one in self._merged([i]))
 
     def _make_inside(self, var: Any, dim: int) -> bool:
         """Make an operand inside if what that reads with positions is much smaller."""

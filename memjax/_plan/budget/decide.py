@@ -32,6 +32,7 @@ _AS_PREDICTED = (
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 _STEPS_DOWN = (0.98, 0.95, 0.85, 0.98)  # of the least bytes so far, to ask for where the least is wanted
+_MOST_LEANER = 3  # plans with less kept than one that takes too much
 _MOST_STEPS = 8  # down from there, each to what takes less
 OF_PARTS = Patience(gain=5e-3, enough=3)
 """Plans of parts of a step: each try compiles the whole step."""
@@ -143,7 +144,7 @@ def _can_be_faster(other: Known, found: Plan, budget: int | str) -> bool:
     assert isinstance(budget, int)
     if not _fits(found, budget):  # seldom does a plan with less fit where none with more does
         return any(Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
-    room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
+    room = _UNSURE**2 * found.first_nbytes * budget / max(found.nbytes, 1)  # what is over may fit with less kept
     fitting = [seconds for nbytes, seconds in other.frontier if nbytes <= room]
     return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
 
@@ -236,12 +237,13 @@ def _within(program: Known, budget: int, tried: Tried, effort: Effort = _NO_EFFO
             if program.is_part and _is_refused(_ways_to_the_least(ways, tried), budget):
                 break
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
-        tries += _leaner(program, plans, tries, budget)
+        tries += _leaner(plans, tries, budget, OF_PARTS.enough - len(tries) if program.is_part else _MOST_LEANER)
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
             as_predicted = chosen.compiled <= _AS_PREDICTED * chosen.predicted
-            if as_predicted or program.is_part or not _faster_as_predicted(plans, chosen, budget):
+            by = 1 + LARGE_GAIN if as_predicted else _AS_FAST
+            if program.is_part or not _faster_as_predicted(plans, chosen, budget, by):
                 break
     if not fitted:
         return None
@@ -278,28 +280,38 @@ def _patience(program: Known, before: Sequence[Try], in_steps: bool, effort: Eff
     )
 
 
-def _leaner(program: Known, plans: Plans, tries: Sequence[Try], budget: int) -> list[Try]:
-    """A plan that takes a little more than the budget, with less kept, if it is much faster than those that fit; compiled.
+def _leaner(plans: Plans, tries: Sequence[Try], budget: int, most: int) -> list[Try]:
+    """At most so many plans that take more than the budget, with less kept, if much faster than those that fit; compiled.
 
     Where the budget is what a policy by hand takes, the plan that keeps the same arrays can be a few kilobytes over it. The next
-    plan that fits may run an attention again.
+    plan that fits may run an attention again. And where the compiler takes most at another moment than the model does, plans of
+    equal predicted bytes differ: what runs again there changes nothing in the prediction.
     """
-    fitting = min((plans.seconds[one.number] for one in tries if one.compiled <= budget), default=math.inf)
-    fast = fitting / (1 + LARGE_GAIN)
-    close = [one.number for one in tries if budget < one.compiled <= DOUBTFUL * budget]
-    close = [number for number in close if plans.seconds[number] <= fast]
-    most = OF_PARTS.enough if program.is_part else MOST_TRIES
-    number = plans.add_leaner(max(close)) if close and len(tries) < most else None
-    if number is None:
-        return []
-    nbytes = plans.predicted[number]
-    return [Try(number, nbytes, nbytes, plans.compiled(number))]
+    found: list[Try] = []
+    while len(found) < most and not (found and found[-1].compiled <= budget):
+        every = [*tries, *found]
+        fits = min(
+            (one for one in every if one.compiled <= budget), key=lambda one: plans.seconds[one.number], default=None
+        )
+        fast = math.inf if fits is None else plans.seconds[fits.number] / (1 + LARGE_GAIN)
+        over = [one for one in every if one.compiled > budget and plans.seconds[one.number] <= fast]
+        close = [one for one in over if one.compiled <= DOUBTFUL * budget]
+        number = plans.add_leaner(max(close).number) if close and not found else None
+        if number is None and over and fits is not None:
+            one = min(over, key=lambda one: one.compiled)
+            share = (one.compiled - budget) / (one.compiled - fits.compiled)
+            number = plans.add_leaner(one.number, fits.number, one.compiled - budget, share)
+        if number is None:
+            break
+        nbytes = plans.predicted[number]
+        found.append(Try(number, nbytes, nbytes, plans.compiled(number)))
+    return found
 
 
-def _faster_as_predicted(plans: Plans, chosen: Try, budget: int) -> bool:
-    """Whether a plan would be faster than the one chosen by enough to notice, if the compiler took what was predicted."""
+def _faster_as_predicted(plans: Plans, chosen: Try, budget: int, by: float) -> bool:
+    """Whether a plan would be so much faster than the one chosen, if the compiler took what was predicted."""
     fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget, hi=plans.count)]
-    return bool(fitting) and plans.seconds[chosen.number] > _AS_FAST * min(fitting)
+    return bool(fitting) and plans.seconds[chosen.number] > by * min(fitting)
 
 
 def _without_a_plan(program: Known, plans: Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:

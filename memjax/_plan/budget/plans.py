@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from memjax._plan.budget.known import Known
-from memjax._plan.budget.search import told_apart
+from memjax._plan.budget.search import LARGE_GAIN, told_apart
 from memjax._plan.result import Try
 from memjax._plan.solve.chain import Choice
 from memjax._plan.solve.leaner import leaner
@@ -46,10 +46,22 @@ class Plans:
         chain = self._program.chain
         return chain.choices(self._of_chain[number]) if number else chain.least_choices()
 
-    def add_leaner(self, number: int) -> int | None:
-        """The number of a new plan, which keeps less than one of the line; None if nothing costs little enough."""
+    def add_leaner(self, number: int, towards: int | None = None, nbytes: int = 0, share: float = 0.0) -> int | None:
+        """The number of a new plan, which keeps less than another; None if nothing costs little enough.
+
+        Args:
+          number: of the other.
+          towards: of a plan that keeps less and is slower, if there is one. The new one is to be much faster.
+          nbytes: of a device, so much less at least, if it may keep `towards` that one.
+          share: of what that one keeps less; what goes is in the middle between both.
+        """
         before, layout = self.choices(number), self._program.layout
-        choices = leaner(self._program.chain, before, _LEANER * self.seconds[number] * layout.devices)
+        free, most, wanted = _LEANER * self.seconds[number], 0.0, 0.0
+        if towards is not None:
+            most = self.seconds[towards] / (1 + LARGE_GAIN) - self.seconds[number]
+            kept = lambda choices: sum(one.option.kept_nbytes for one in choices)
+            wanted = (nbytes * layout.devices + share * (kept(before) - kept(self.choices(towards)))) / 2
+        choices = leaner(self._program.chain, before, free * layout.devices, wanted, most * layout.devices)
         if choices == before:
             return None
         seconds = lambda found: sum(one.option.seconds for one in found) / layout.devices

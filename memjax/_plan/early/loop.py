@@ -2,8 +2,9 @@
 
 Their number is known when the first loop has ended. It keeps states at even distances; where it has more than there are rows,
 every second row becomes free, and the distance doubles. A loop of few turns keeps the states of all of them. The backward pass
-takes the states from the last on. Turns between two of them run again, and leave states in rows of their own, and so on, down to
-blocks of turns. What the backward pass reads of the turns of one block is there at once.
+takes the states from the last on. Turns after that run again, and leave states in rows that are free, down to blocks of turns:
+as many turns from one to the next as binomial checkpointing has for that many rows (Griewank and Walther 2000). What the backward
+pass reads of the turns of one block is there at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import read
 from memjax._plan.derivative import LoopPair
 from memjax._plan.early.ended import is_running
+from memjax._plan.early.options import most_runs
 from memjax._plan.early.turns import states_again
 from memjax._plan.loop import Env, Loop
 from memjax._plan.schedule.execute import LoopPlan
@@ -43,8 +45,8 @@ class _Rows(NamedTuple):
 class EarlyLoop(Loop):
     """The two loops of a pair that ends early under a plan; see `Loop`.
 
-    The plan has either a tail of all turns, of which is kept from the forward pass on what the backward pass reads, or levels,
-    rows of states on each.
+    The plan has either a tail of all turns, of which is kept from the forward pass on what the backward pass reads, or levels:
+    rows of states of the forward pass, and more for turns that run again.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class EarlyLoop(Loop):
                 carry, _, _ = turn(body, carry, [], keeps=False)
                 return carry, i + 1, rows
 
-            saved = self._rows(0)
+            saved = self._rows()
         carry, count, saved = lax.while_loop(goes_on, one, (init, jnp.int32(0), saved))
         env |= zip(pair.forward.outvars, carry, strict=False)
         return [*(saved if self._keeps_all else (*saved.states, saved.distance, saved.order)), count]
@@ -105,11 +107,11 @@ class EarlyLoop(Loop):
     def _stacks(self, of: Sequence[Any], rows: int) -> Arrays:
         return [zeros(var.aval, (rows,)) for var in of]
 
-    def _rows(self, level: int) -> _Rows:
-        count = self._of_blocks.levels[level]
+    def _rows(self) -> _Rows:
+        levels = self._of_blocks.levels
         carry = self.pair.program.invars[scan_counts(self.pair.forward)[0] :]
-        states = self._stacks(pick(carry, self._is_again), count + 1)
-        return _Rows(states, jnp.int32(1), jnp.arange(count, dtype=jnp.int32))
+        states = self._stacks(pick(carry, self._is_again), sum(levels) + 1)
+        return _Rows(states, jnp.int32(1), jnp.arange(levels[0], dtype=jnp.int32))
 
     def backward(self, values: Any, env: Env, stacks: Sequence[Any]) -> None:
         """Run the loop of the backward pass; its outputs go to `env`."""
@@ -129,41 +131,35 @@ class EarlyLoop(Loop):
     def _pull_back(self, again: Any, turn_back: Any, rows: _Rows, count: Any, init: Arrays) -> Arrays:
         """What the turns backwards make of `init`, from states that are kept.
 
-        Rows of the inner levels are carried by all loops, so that they are made once.
+        Rows from the last state on are free, and those that the forward pass had no use for.
         """
         plan, [body] = self._of_blocks, self._bodies
+        size = sum(plan.levels)
+        order = jnp.concatenate([rows.order, jnp.arange(plan.levels[0], size + 1, dtype=jnp.int32)])
+        turns = jnp.arange(size + 1, dtype=jnp.int32) * rows.distance  # before which the states are
 
-        def parts(level: int, rows: _Rows, count: Any, state: Any) -> Any:
-            """Pull back so many turns, from states at even distances."""
-
-            def part(k: Any, state: Any) -> Any:
-                carry = [at(one, rows.order[k]) for one in rows.states]
-                return turns(level + 1, carry, jnp.minimum(rows.distance, count - k * rows.distance), state)
-
-            return _downwards(-(-count // rows.distance), part, state)
-
-        def turns(level: int, carry: Arrays, count: Any, state: Any) -> Any:
-            """Pull back so many turns, from the state before the first."""
-            cotangents, scratch = state
-            if level == len(plan.levels):
-                cotangents, scratch[-1] = block(carry, count, cotangents, scratch[-1])
-                return cotangents, scratch
-            rows = scratch[level - 1]
-            rows = rows._replace(distance=-(-count // len(rows.order)))
-            last = (count - 1) // rows.distance
-
-            def one(i: Any, found: Any) -> Any:
-                carry, rows = found
-                rows = _with_state(rows, carry, i)
-                return advance(carry), rows
-
-            carry, rows = lax.fori_loop(0, last * rows.distance, one, (carry, rows))
-            rows = _with_state(rows, carry, last * rows.distance)
-            scratch[level - 1] = rows._replace(distance=jnp.int32(1))
-            return parts(level, rows, count, (cotangents, scratch))
-
-        def advance(carry: Arrays) -> Arrays:
+        def advance(_: Any, carry: Arrays) -> Arrays:
             return pick(again(body, self._whole(carry), [], writes=False, keeps=False)[0], self._is_again)
+
+        def descend(state: Any) -> Any:
+            """Run turns again up to the next state, which goes to a free row, or else up to the last block."""
+            carry, i, end, top, turns, states = state
+            left, free = -(-(end - i) // plan.block), size - 1 - top
+            blocks = jnp.where(free > 0, _up_to_next(left, free, plan), left - 1)
+            carry, i = lax.fori_loop(0, blocks * plan.block, advance, carry), i + blocks * plan.block
+            at_top = jnp.where(free > 0, top + 1, size)  # nobody reads that row
+            states = _put(states, carry, order[at_top])
+            return carry, i, end, jnp.where(free > 0, top + 1, top), turns.at[at_top].set(i), states
+
+        def block_back(state: Any) -> Any:
+            end, top, turns, states, cotangents, stacks = state
+            carry = [at(one, order[top]) for one in states]
+            more = lambda state: state[2] - state[1] > plan.block
+            carry, i, _, top, turns, states = lax.while_loop(
+                more, descend, (carry, turns[top], end, top, turns, states)
+            )
+            cotangents, stacks = block(carry, end - i, cotangents, stacks)
+            return i, jnp.where(turns[top] == i, top - 1, top), turns, states, cotangents, stacks
 
         def block(carry: Arrays, count: Any, cotangents: Arrays, stacks: Arrays) -> tuple[Arrays, Arrays]:
             if plan.block == 1:
@@ -179,9 +175,10 @@ class EarlyLoop(Loop):
             back = lambda i, carry: turn_back(carry, [at(stack, i) for stack in stacks])
             return _downwards(count, back, cotangents), stacks
 
-        inner: list[Any] = [self._rows(level) for level in range(1, len(plan.levels))]
         stacks = self._stacks(body.kept, plan.block) if plan.block > 1 else []
-        return parts(0, rows, count, (init, [*inner, stacks]))[0]
+        top = -(-count // rows.distance) - 1
+        state = count, top, turns, rows.states, init, stacks
+        return lax.while_loop(lambda state: state[0] > 0, block_back, state)[4]
 
     def _whole(self, carry: Arrays) -> Arrays:
         """The state, with zeros where what runs again does not depend on it. Compilers find that out, too."""
@@ -192,12 +189,28 @@ class EarlyLoop(Loop):
 def _with_state(rows: _Rows, state: Arrays, i: Any) -> _Rows:
     """The rows with the state before turn `i`, if that is at one of their distances."""
     states, distance, order = rows
-    count = len(order)
+    count, unread = len(order), len(states[0]) - 1
     is_full = i == count * distance
     order = jnp.where(is_full, jnp.concatenate([order[::2], order[1::2]]), order)
     distance = jnp.where(is_full, 2 * distance, distance)
-    row = jnp.where(i % distance == 0, order[jnp.minimum(i // distance, count - 1)], count)
+    row = jnp.where(i % distance == 0, order[jnp.minimum(i // distance, count - 1)], unread)
     return _Rows(_put(states, state, row), distance, order)
+
+
+def _up_to_next(left: Any, free: Any, plan: LoopPlan) -> Any:
+    """Blocks up to the next state, of so many that are left, with so many free rows: as in binomial checkpointing.
+
+    With `s` states, of which the first is there, and each block run at most `r` times for states, (s + r)! / (s! r!) blocks are
+    pulled back. Where there are `left`, of the fewest runs, the states after the next one are to suffice for what follows it.
+    """
+    rows = (free + 1).astype(jnp.float32)
+    runs = jnp.arange(1, most_runs(plan) + 1, dtype=jnp.float32)
+    reached = jnp.cumprod((rows + runs) / runs)
+    r = jnp.sum(reached < left.astype(jnp.float32) - 0.5).astype(jnp.float32) + 1
+    most = reached[jnp.minimum(r.astype(jnp.int32), len(runs)) - 1]
+    after, least = most * rows / (rows + r), most * r * (r - 1) / ((rows + r) * (rows + r - 1))
+    blocks = jnp.maximum(left - jnp.round(after).astype(jnp.int32), jnp.round(least).astype(jnp.int32))
+    return jnp.clip(blocks, 1, left - 1)
 
 
 def _put(stacks: Arrays, values: Arrays, row: Any) -> Arrays:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from memjax._core.compat import scan_counts
 from memjax._core.program.costs import array_bytes
@@ -13,8 +16,9 @@ from memjax._plan.early.turns import states_again
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.solve.segment import Option
 
-_MOST_LEVELS = 4
-_STEP = 1.1  # from one number of rows to the next
+_STEP = 1.25  # from one number of rows to the next
+_MOST_BLOCK = 64
+_LENGTHS = 12  # numbers of turns of which the mean is taken
 
 
 def early_options(pair: LoopPair, turns: Sequence[Option], crossing: int, around: int, forward: float) -> list[Option]:
@@ -34,13 +38,12 @@ def early_options(pair: LoopPair, turns: Sequence[Option], crossing: int, around
     found = []
     for option in turns:
         for plan in _plans(length):
-            rows = sum(plan.levels) + 2 * len(plan.levels)  # a row that nobody reads, and the state itself
+            held = crossing + (sum(plan.levels) + 1) * state  # and a row that nobody reads
             inside = plan.block * option.kept_nbytes if plan.block > 1 else 0
-            held = crossing + plan.levels[0] * state
-            peak = crossing + rows * state + inside + option.working + around
+            peak = held + state + inside + option.working + around
             seconds = length * (option.seconds + _runs(plan) * forward)
             found.append(
-                Option((), held, seconds, peak, ((length, option),), in_blocks=plan, states_nbytes=held - crossing)
+                Option((), held, seconds, peak, ((length, option),), in_blocks=plan, states_nbytes=plan.rows * state)
             )
         kept, seconds = crossing + length * option.kept_nbytes, length * option.seconds
         plan = LoopPlan(length, 1, length)
@@ -61,40 +64,53 @@ def is_plan(plan: LoopPlan) -> bool:
         return False
     if plan.tail:
         return plan.tail == plan.length and not plan.levels
-    if not plan.levels or min(plan.levels) < 1:
+    if not 1 <= len(plan.levels) <= 2 or min(plan.levels) < 1:
         return False
-    # The distance of the outermost states doubles while there are turns left.
-    first, below = plan.levels[0], math.prod(plan.levels[1:]) * plan.block
-    return first >= plan.length or (first % 2 == 0 and below >= _distance(plan.length, first))
+    # The distance of the states doubles while there are turns left.
+    return plan.levels[0] >= plan.length or plan.levels[0] % 2 == 0
 
 
-def _distance(length: int, rows: int) -> int:
-    """The largest distance of so many states."""
-    return 1 << (-(-length // rows) - 1).bit_length()
+def most_runs(plan: LoopPlan) -> int:
+    """So often at most a block runs again for states, where two states are left for them."""
+    return math.isqrt(2 * -(-plan.length // plan.block)) + 2
 
 
 def _plans(length: int) -> Iterator[LoopPlan]:
-    """Plans with rows of states: many of the outermost level, for loops of few turns, and as few as can be of the others."""
+    """Plans with rows for states of the forward pass, and more for turns that run again."""
     first = 2
     while first < length:
-        below, block = _distance(length, first), 1
-        while block <= below:
-            left = -(-below // block)
-            for levels in range(0 if left == 1 else 1, _MOST_LEVELS):
-                inner = math.ceil(left ** (1 / levels) - 1e-9) if levels else 1
-                if levels and inner == 1 and levels > 1:
-                    break
-                yield LoopPlan(length, block, 0, levels=(first, *[inner] * levels))
+        block = 1
+        while block <= min(_MOST_BLOCK, length // first):
+            more = 1
+            while more <= max(2 * first, 16):
+                yield LoopPlan(length, block, 0, levels=(first, more))
+                more *= 2
             block *= 2
         first = max(first + 2, 2 * int(first * _STEP / 2))
     yield LoopPlan(length, 1, 0, levels=(length,))
 
 
+@functools.lru_cache(maxsize=4096)
 def _runs(plan: LoopPlan) -> float:
     """How often a turn runs again, on average."""
-    runs = 1.0
-    most = math.log(max(plan.length, 2))
-    for level in range(1, len(plan.levels)):
-        # States of this level are found where those of the levels above are not as many as there are turns.
-        runs += 1 - min(math.log(math.prod(plan.levels[:level])) / most, 1)
-    return runs
+    first, size = plan.levels[0], sum(plan.levels)
+    if first >= plan.length:
+        return 1.0
+    every = []
+    for turns in np.geomspace(1, plan.length, _LENGTHS).round():
+        distance = 1 << max(math.ceil(turns / first) - 1, 0).bit_length()
+        parts = math.ceil(turns / distance)
+        blocks = -(-np.minimum(distance, turns - distance * np.arange(parts)) // plan.block)
+        every.append(plan.block * _advances(blocks, size - np.arange(parts)).sum() / turns)
+    return 1.0 + float(np.mean(every))
+
+
+def _advances(blocks: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """How many blocks run for states, where so many are pulled back with so many states, of which the first is there."""
+    runs, reached = np.zeros_like(blocks), np.ones_like(blocks)
+    last = np.zeros_like(blocks)  # those with a state more and a run less
+    while (short := reached < blocks).any():
+        runs = runs + short
+        last = np.where(short, last + reached, last)
+        reached = np.where(short, reached * (states + runs) / np.maximum(runs, 1), reached)
+    return runs * blocks - last

@@ -8,7 +8,7 @@ for inputs, can be had anywhere and counts as alive nowhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from memjax._core.compat import is_ordered
@@ -18,6 +18,7 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
 _MOST_PIECES = 640
+_LARGER = 4  # times what crosses a cut: what is made after it
 _GATHERS = frozenset(("reshard", "sharding_constraint"))
 _MOVES = VIEWS | _GATHERS
 
@@ -53,14 +54,7 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
     for i, roots in enumerate(flow.roots):
         if id(eqns[i]) in primal:
             last |= dict.fromkeys(roots.intersection(made), i)
-    change = [0] * (len(eqns) + 2)
-    for var, end in last.items():
-        change[made[var] + 1] += array_bytes(var)
-        change[end + 1] -= array_bytes(var)
-    alive, total = [], 0
-    for step in change[: len(eqns) + 1]:
-        total += step
-        alive.append(total)
+    alive = _alive(last, made, last, len(eqns))
 
     heavy = [
         i for i, eqn in enumerate(eqns) if id(eqn) in primal and expensive(eqn) and not free.issuperset(eqn.outvars)
@@ -80,11 +74,17 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
         if is_least or len(live[k] - through) == 1:
             # Of places with as few bytes one where less than half is new since the last cut, if there is one: what crosses that
             # is kept already. The parts of a growing concatenation cross there; an array made of all of them does not.
-            made_since = made_by(eqns[chosen[-1] if chosen else 0 : gap])
-            new = lambda p, vars=made_since: sum(array_bytes(v) for v in vars if made.get(v, p) < p <= last.get(v, -1))
-            older = min((p for p in range(gap, heavy[k], -1) if alive[p] == alive[gap]), key=new)
-            chosen.append(older if 2 * new(older) < new(gap) else gap)
+            new = _alive(made_by(eqns[chosen[-1] if chosen else 0 : gap]), made, last, gap)
+            places = range(gap, heavy[k], -1)
+            older = min((p for p in places if alive[p] == alive[gap]), key=new.__getitem__)
+            chosen.append(older if 2 * new[older] < new[gap] else gap)
             inside |= set() if is_least else {chosen[-1]}
+            # Another before much is made of what is kept already, as a norm of all features: in the backward pass that is gone
+            # when what made the last of the parts runs again.
+            few = min(places, key=lambda p: (new[p], alive[p]))
+            if few < chosen[-1] and _LARGER * new[few] < max(new[few : chosen[-1]]):
+                inside.add(few)
+                chosen.insert(-1, few)
     while len(chosen) > _MOST_PIECES:
         # Of places with as many bytes the one that leaves the shortest piece, so that those that stay are spread out.
         ends = zip(chosen, [0, *chosen], [*chosen[1:], len(eqns)], strict=False)
@@ -93,6 +93,16 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
     forced = {i + step for i, eqn in enumerate(eqns) for step in (0, 1) if any(eqn is other for other in alone)}
     inner = (set(chosen) | forced) - {0, len(eqns)}
     return [0, *sorted(inner), len(eqns)]
+
+
+def _alive(of: Iterable[Any], made: dict[Any, int], last: dict[Any, int], stop: int) -> list[int]:
+    """Bytes alive at each place up to `stop` of variables that are made at numbers `made` and read last at `last`, if at all."""
+    change = [0] * (stop + 2)
+    for var in of:
+        if var in last:
+            change[made[var] + 1] += array_bytes(var)
+            change[min(last[var], stop) + 1] -= array_bytes(var)
+    return list(accumulate(change))[: stop + 1]
 
 
 def backward_turns(program: Program, backward: Program, cuts: Sequence[int], free: set[Any]) -> list[int]:
