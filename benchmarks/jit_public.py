@@ -123,7 +123,7 @@ def main(config: Config) -> None:
     names = config.models or (_SMALL if config.small else CASES)
     common = {"public": str(config.models_path), "shares": config.shares, "double": config.double}
     cases = [{"name": name} | common for name in names]
-    module, environ = "benchmarks.cases.jit_public.measure", {"XLA_FLAGS": " ".join(FLAGS)}
+    module, environ = "benchmarks.cases.jit_public.measure", {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)}
     for case, result in record.in_fresh_processes(module, cases, environ, jobs=config.jobs):
         name = case["name"]
         found[name] = {"name": name} | {key: value for key, value in result.items() if value != case.get(key)}
