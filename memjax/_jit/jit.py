@@ -62,10 +62,10 @@ def jit(
         between the nodes of a graph go some edges at a time, in both passes; on one device.
         "microbatch": run the derivative for some examples of the batch after the others, and add up gradients, where examples do
         not mix; on one device. "offload": move what loops keep to the memory of the host; and if no plan fits then, state of
-        an optimizer lies there between steps, though not on GPUs yet: donated arguments that updates alone read. "compress":
-        keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`. "two_passes": take the derivative
-        twice where an update needs a number of all gradients first, such as their norm to clip them. Then no gradients of a loop
-        over layers are kept.
+        an optimizer lies there between steps: donated arguments that updates alone read. "compress": keep what may be
+        rounded in 8 bits; gradients are rounded then. As for `memjax.plan`. "two_passes": take the derivative twice where an
+        update needs a number of all gradients first, such as their norm to clip them. Then no gradients of a loop over
+        layers are kept.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is then ignored.
       cache_dir: where plans and what is compiled by them are kept, so that the next process only has to trace the step;
         None: in a folder of JAX's compilation cache, if there is one. Compiled programs from this folder are run: use

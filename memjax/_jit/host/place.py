@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from memjax._core.check import readable_bytes
-from memjax._core.compat import is_described, is_tracer, on_host, type_on_host
+from memjax._core.compat import is_tracer, on_host, type_on_host
 from memjax._core.meshes import devices_of, own_sharding
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError
@@ -22,10 +22,6 @@ from memjax._jit.host.program import with_moves
 from memjax._jit.host.state import state_of
 from memjax._jit.step_plan import StepPlan
 
-_NOT_ON_GPU = (
-    "offload: state stays on the device: the one step with state on the host that ran on a GPU had other losses than without, "
-    "and it is not known why. On CPUs they are equal, and plans for GPUs that are not there have such state"
-)
 _TRIES = 3  # of how much lies on the host; the last one is of all
 
 
@@ -79,8 +75,6 @@ def on_host_by(call: Call, numbers: Collection[int], device: Any) -> Call:
 
 def _movable(call: Call, device: Any) -> tuple[dict[int, int], str | None]:
     """The state of a step that can lie on the host, as `state_of` gives it, and why there is none, for people."""
-    if device.platform == "gpu" and not is_described(device):
-        return {}, _NOT_ON_GPU
     every = state_of(call.traced.jaxpr, call.donated)
     places = _places(call, every, device)
     if every and not places:

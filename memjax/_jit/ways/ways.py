@@ -31,10 +31,6 @@ from memjax._plan.tile.passes import TileOn
 from memjax._plan.tile.recurrences import CHUNKS
 
 _IN_LOOPS: dict[str, Any] = {"updates_in_loops": True}
-_NOT_BOTH = (
-    "offload: where updates run in the loops of backward passes, what loops keep stays on a GPU: the one step with both that ran "
-    "had other losses, and it is not known why"
-)
 _ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 
@@ -79,8 +75,7 @@ class Ways:
 
     def _fit_of(self, body: Body, sums: Sums = Sums()) -> Fit:  # noqa: B008 (it is immutable)
         note_memory(body, self._traced, self._device)
-        offload = "offload" in self._allow and not (body.updates_in_loops and self._device.platform == "gpu")
-        allowed: dict[str, Any] = {"compress": "compress" in self._allow, "offload": offload}
+        allowed: dict[str, Any] = {"compress": "compress" in self._allow, "offload": "offload" in self._allow}
         compile_with = lambda acting: self._compile_with(body, acting)
         if sums.nbytes:  # they are all that the loop over microbatches returns
             for one in body.every():
@@ -205,8 +200,6 @@ class Ways:
         found += [self._no_microbatches] if self._no_microbatches else []
         moved = self._moved_twice or self._moved
         rings = ring_notes(self.body.every(), self._layout.shardings, lambda: self._layout_as_written)
-        if "offload" in self._allow and moved and moved.closed is not None and self._device.platform == "gpu":
-            found.append(_NOT_BOTH)
         return (*found, *(moved.notes if moved else ()), *rings)
 
     @functools.cached_property
