@@ -139,3 +139,13 @@ def test_forward_runs_of_nests():
     assert nest.forward_runs == 1 + (12 * 2 // 3 + 12) / 12
     assert LoopPlan(16, 4, 4, levels=(3,)).forward_runs == 1 + 12 / 16
     assert LoopPlan(16, 1, 16).forward_runs == 1
+
+
+def test_a_step_by_itself_is_no_loop():
+    """Where all states fit, what is left keeps the residuals of the last steps, and no other step waits for a loop."""
+    _, _, backward = lstm_step(8, 4)
+    steps = backward.steps(400)
+    room = 401 * steps.carry_nbytes + 100 * (steps.kept_nbytes - steps.carry_nbytes)
+    plan, seconds = fastest(steps, room, Costs(1.0, 2.0, 0.1, 50.0, 60.0))
+    assert (plan.block, plan.tail, plan.levels) == (1, 100, (300,))
+    assert seconds == pytest.approx(400 * 3.0 + 300 + 100 * 0.1)
