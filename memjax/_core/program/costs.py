@@ -91,25 +91,20 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 class InLoop(NamedTuple):
-    """The rates of small operations in the steps of a loop. Only their ratios are meant.
+    """What loops over the turns of a loop take beside these.
 
     Attributes:
-      start: seconds that a product or the like takes at least.
-      flops, nbytes: per second; of products, and read or written by all operations as they are written, fused or not.
-      stack: bytes of stacks written or read, per second; starting that takes `start` for each.
+      stack: bytes of states written to slots, per second.
       loop, turn: seconds of starting a loop, and of a turn of which the compiler does not know how many there are.
     """
 
-    start: float
-    flops: float
-    nbytes: float
     stack: float
     loop: float
     turn: float
 
 
-_IN_LOOP = {"gpu": InLoop(3e-6, 4e13, 2e13, 3e12, 4.5e-6, 1.3e-5)}
-_IN_LOOP_ELSEWHERE = InLoop(3e-7, 4e11, 6e10, 1e10, 1e-6, 2e-6)
+_IN_LOOP = {"gpu": InLoop(3e12, 4.5e-6, 1.3e-5)}
+_IN_LOOP_ELSEWHERE = InLoop(1e10, 1e-6, 2e-6)
 
 
 class Rows(NamedTuple):

@@ -31,7 +31,7 @@ from memjax._plan.solve.turn import TurnCosts
 
 _MOST_TURNS = 64  # after which a loop may be split, so that few options arise: longer ones are split at every few turns
 _FEWEST_TURNS = 8  # of a loop whose turns run again in blocks: of fewer there are few states to save
-_MOST_BODIES = 4  # ways to keep something of a turn, with each of which turns run again in blocks
+MOST_BODIES = 4  # ways to keep something of a turn, with each of which turns run again in blocks
 _MOST_RUNS = 10  # of a turn, forwards: less memory is seldom worth more
 _STEP = 1.25  # from one number of bytes that a schedule is made for to the next
 _LAST_STEP = 1.05  # the same where that is a quarter of what keeping all turns takes, or more: little runs again there
@@ -66,8 +66,8 @@ def loop_options(
         exact = [option for option in found if not option.coded and not option.moved]
         here = [option for option in found if not option.moved]
         pairs = [
-            *pairwise(_corners(exact)),
-            *(two for one in (here, found) for two in pairwise(_corners(_falling(one)))),
+            *pairwise(corners(exact)),
+            *(two for one in (here, found) for two in pairwise(corners(_falling(one)))),
         ]
         step = -(-length // _MOST_TURNS)
         for less, more in dict.fromkeys(pairs):
@@ -83,7 +83,7 @@ def loop_options(
     again_nbytes = sum(map(array_bytes, remade(pair, there)))
     timed = TurnCosts(pair.program, turn, pair.program.outvars[: len(carry)], free, rates)
     if pair.early is not None:
-        bodies = _corners([option for option in found if not option.coded])[:_MOST_BODIES]
+        bodies = corners([option for option in found if not option.coded])[:MOST_BODIES]
         return _best(early_options(pair, bodies, crossing, moving + again_nbytes, timed.forward))
 
     def in_blocks(option: Option, plan: LoopPlan, seconds: float) -> Option:
@@ -112,7 +112,7 @@ def loop_options(
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
-    for option in _corners([part for one in again for _, part in one.parts])[:_MOST_BODIES]:
+    for option in corners([part for one in again for _, part in one.parts])[:MOST_BODIES]:
         steps = Steps(length, carry, [var.aval for var in option.kept])
         again += [in_blocks(option, *one) for one in _schedules(steps, timed.of(option))]
     return [*every, *(one for one in _best(again) if one.in_blocks is not None)]
@@ -237,7 +237,7 @@ def _falling(found: Sequence[Option]) -> list[Option]:
     return chosen
 
 
-def _corners(found: Sequence[Option]) -> list[Option]:
+def corners(found: Sequence[Option]) -> list[Option]:
     """The options that no mixture of two others beats; those found rise in bytes."""
     hull: list[Option] = []
     for option in found:
