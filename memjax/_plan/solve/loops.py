@@ -108,13 +108,15 @@ def loop_options(
         seconds += (len(parts) - 1) * costs.SECONDS_TO_SPLIT
         return Option((), held, seconds, peak + moving, parts)
 
+    # Single turns from their states, and a tail: of few turns each such plan is there in two parts.
+    is_in_parts = lambda plan: bool(mixed) and length <= _MOST_TURNS and plan.block == 1 and len(plan.levels) == 1
     every = [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
     for option in corners([part for one in again for _, part in one.parts])[:MOST_BODIES]:
         steps = Steps(length, carry, [var.aval for var in option.kept])
-        again += [in_blocks(option, *one) for one in _schedules(steps, timed.of(option))]
+        again += [in_blocks(option, *one) for one in _schedules(steps, timed.of(option)) if not is_in_parts(one[0])]
     return [*every, *(one for one in _best(again) if one.in_blocks is not None)]
 
 

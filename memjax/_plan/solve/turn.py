@@ -52,11 +52,13 @@ class TurnCosts:
             once += self._seconds(flow.needed(self._turn.wanted, {*self._free, *kept}), self._carry)
             once = max(once - self._only_once, self.forward)
         else:
-            once = self._seconds(flow.needed(self._turn.wanted, known), [])
+            again, turn = flow.needed(self._turn.wanted, known), self._turn
+            written = costs.stored([*again, *turn.backward], [*known, *turn.leaving], self._rates.platform)
+            once = sum(costs.seconds(eqn, self._rates, written.__contains__) for eqn in again)
         states = [nbytes(var.aval) for var in self._carry]
         once += sum(costs.stacking_seconds(one, self._rates) for one in states)
-        turn = self._small.turn + sum(states) / self._small.stack
-        return Costs(self.forward, once, max(self.forward + option.seconds - once, 0.0), self._small.loop, turn)
+        move = self._small.turn + sum(states) / self._small.stack
+        return Costs(self.forward, once, max(self.forward + option.seconds - once, 0.0), self._small.loop, move)
 
     def slicing(self, option: Option, *, in_parts: bool) -> float:
         """Seconds of copying what products read of stacks, in a turn of both passes.
