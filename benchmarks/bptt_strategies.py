@@ -26,8 +26,8 @@ from benchmarks.bptt import Case, cell
 from memjax import remat
 from memjax._plan.schedule.choose import exact
 from memjax._plan.schedule.store import Shared
-from memjax.remat._scan.costs import model
 from memjax.remat._scan.step import StepBackward, trace_step
+from memjax.remat._scan.ways import Ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def ways(options: Options, kind: Cell, params: Any, xs: Any) -> Iterator[tuple[d
     backward = StepBackward(step, [True] * len(step.consts), [False])
     size = 1 + Shared(step.carry, backward.kept, 1, 1).rows_of_kept
     for slots in options.slots:
-        plan = exact(backward.steps(options.length), slots, None, model(step, backward.kept_nbytes))
+        plan = exact(backward.steps(options.length), slots, None, Ways(backward, None).costs)
         assert plan.schedule is not None
         default = plan.schedule.strategy
         for strategy in ("hidden", "mixed", "internal"):

@@ -22,7 +22,7 @@ def test_a_product_has_two_flops_for_each_pair_and_a_loop_as_many_times_and_as_m
     assert costs.flops(eqn) == 2 * 32 * 64 * 64
     [loop] = equations(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0], (32, 64), w)
     assert costs.flops(loop) == 5 * costs.flops(eqn)
-    one, all_turns = (costs.seconds(found, H200, lambda var: True) for found in (eqn, loop))
+    one, all_turns = (costs.seconds(*found, lambda var: True) for found in ((eqn, costs.in_turns(H200)), (loop, H200)))
     assert all_turns == pytest.approx(5 * one)
 
 

@@ -10,9 +10,8 @@ import pytest
 from jax import lax
 
 import memjax
-from memjax._core.program import costs
 from memjax._plan.result import Stretch
-from memjax._plan.schedule.choose import Steps
+from memjax._plan.schedule.choose import Costs, Steps
 from memjax._plan.solve.loops import _schedules
 from tests.remat.scan.scan_cases import arguments, close, loss, lstm, lstm_shapes
 
@@ -106,8 +105,7 @@ def test_a_block_of_one_turn_stacks_nothing():
     """Beside the runs that its schedule says it makes what its backward pass reads, whatever a turn would keep."""
     forward, again, of_one, length = 1.0, 1.5, 0.25, 200
     row = jax.core.ShapedArray((64,), jnp.float32)
-    device = costs.device()
-    found = _schedules(Steps(length, [row], [row]), forward, again, of_one, device)
+    found = _schedules(Steps(length, [row], [row]), Costs(forward, forward + of_one, again - of_one, 1e-6, 2e-6))
     tables = [(plan, seconds) for plan, seconds in found if plan.schedule is not None]
     assert 1 in {plan.block for plan, _ in tables}
     for plan, seconds in tables:
@@ -118,7 +116,7 @@ def test_a_block_of_one_turn_stacks_nothing():
 def test_schedules_leave_no_large_gap():
     """A budget between two of them is not left with a much slower one."""
     row = jax.core.ShapedArray((64,), jnp.float32)
-    found = _schedules(Steps(1000, [row], [row] * 4), 1.0, 0.5, 0.0, costs.device())
+    found = _schedules(Steps(1000, [row], [row] * 4), Costs(1.0, 1.0, 0.5, 1e-6, 2e-6))
     inner = lambda plan: max(plan.tail * 4, plan.block * 4 + sum(plan.levels[1:]) + 1)
     points = sorted((256 * (plan.rows + inner(plan)), seconds) for plan, seconds in found)
     for (few, slow), (more, fast) in itertools.pairwise(points):

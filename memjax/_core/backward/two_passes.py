@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
+from memjax._core.arrays import strong
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, pick
-from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
-from memjax._core.program.jaxpr import evaluate_in, nbytes, read
+from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
+from memjax._core.program.jaxpr import Program, evaluate_in, nbytes, read
 from memjax._core.program.primitives import expensive
 
 
@@ -31,6 +33,8 @@ class Backward:
       lost: which inputs are not there in the backward pass. None: no input.
 
     Attributes:
+      program: the forward pass, from the inputs to the outputs, then the residuals.
+      available: inputs of `program` that are there in the backward pass.
       kept: types of what `keep` returns for `back`.
       kept_outputs: for each output its place in `kept`, None where it is not kept.
       kept_nbytes: their bytes.
@@ -51,18 +55,40 @@ class Backward:
         lost = [False] * len(inputs) if lost is None else lost
         self._varying = [varying(aval) for aval in inputs]
         self._passes = TracedPasses(f, inputs, self.wrt, self.out_float, {})
-        jaxpr, self._consts = self._passes.closed.jaxpr, list(self._passes.closed.consts)
-        available, n_out = drop(jaxpr.invars, lost), len(self.out_float)
-        self._outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
-        constant = [*jaxpr.constvars, *pick(jaxpr.invars, invariant)]
-        flow = Dataflow(jaxpr.eqns)
-        self._kept = _smallest_kept(flow, constant, available, residuals)
-        self._keep = Part(flow, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
-        self._rebuild = Part(flow, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
+        program = self._passes.forward
+        self._consts, self.program = list(program.consts), program
+        self.available, n_out = drop(program.invars, lost), len(self.out_float)
+        self._outs, self._residuals = program.outvars[:n_out], program.outvars[n_out:]
+        constant = [*program.constvars, *pick(program.invars, invariant)]
+        self._keeps(_smallest_kept(program.flow, constant, self.available, self._residuals))
+
+    def _keeps(self, kept: Sequence[Any]) -> None:
+        program, flow = self.program, self.program.flow
+        self._kept = list(kept)
+        self._keep = Part(flow, [*program.constvars, *program.invars], [*self._outs, *self._kept], effects=True)
+        known = [*program.constvars, *self.available, *self._kept]
+        self._rebuild = Part(flow, known, self._residuals, effects=False)
         self.kept = [var.aval for var in self._kept]
         places = {var: i for i, var in enumerate(self._kept)}
         self.kept_outputs = [None if is_literal(var) else places.get(var) for var in self._outs]
         self.kept_nbytes = sum(map(nbytes, self.kept))
+
+    def keeping(self, kept: Sequence[Any]) -> Self:
+        """The same derivative that keeps these variables of `program`, from which its residuals have to follow."""
+        found = copy.copy(self)
+        found._keeps(kept)
+        return found
+
+    @property
+    def kept_places(self) -> tuple[int, ...]:
+        """Which of the variables of `program` are kept, by number."""
+        numbers = {var: i for i, var in enumerate([*self.program.invars, *made_by(self.program.eqns)])}
+        return tuple(numbers[var] for var in self._kept)
+
+    def pull(self) -> Program:
+        """The backward pass, from cotangents of the outputs with a gradient. It reads variables of `program`."""
+        outs = pick(self._outs, self.out_float)
+        return self._passes.backward([strong(out.aval.to_ct_aval()) for out in outs])
 
     def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
         """Runs the forward pass. Returns (outputs, the values that `back` needs)."""

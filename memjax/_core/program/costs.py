@@ -54,6 +54,8 @@ class Device(NamedTuple):
       start: seconds that one operation takes at least.
       link: bytes per second to the memory of the host.
       platform: what JAX compiles for.
+      small: seconds that a kernel without a product takes at least; None: as `start`.
+      turn, copy: seconds of a turn of a loop beside its kernels, and of the copy of a slice.
     """
 
     kind: str
@@ -63,6 +65,9 @@ class Device(NamedTuple):
     start: float
     link: float
     platform: str = "cuda"
+    small: float | None = None
+    turn: float = 0.0
+    copy: float = 0.0
 
 
 # H200: measured. Others: scaled from that by their data sheets.
@@ -82,30 +87,24 @@ _AMD_GPU = _OTHER_GPU._replace(platform="rocm")
 # Measured on a core: a product of 256 x 64 by 64 x 192 126 us; a softmax over 0.1 MB 40 to 110 us, an activation of 0.2 MB times
 # another array 70 us; over eight times as much 520 to 700 us and 690 to 920 us.
 _CPU = Device("cpu", 5e10, 5e10, 2e10, 1e-6, 1e10, "cpu")
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 class InLoop(NamedTuple):
-    """The rates of small operations in the steps of a loop, where starting them counts. Only their ratios are meant.
+    """What loops over the turns of a loop take beside these.
 
     Attributes:
-      start: seconds that a product or the like takes at least.
-      flops: of products, per second.
-      nbytes: read or written by all operations as they are written, fused or not, per second.
-      stack: bytes of stacks written or read, per second; starting that takes `start` for each.
-      loop: seconds that starting a loop takes.
-      turn: seconds that a turn takes of which the compiler does not know how many there are.
+      stack: bytes of states written to slots, per second.
+      loop, turn: seconds of starting a loop, and of a turn of which the compiler does not know how many there are.
     """
 
-    start: float
-    flops: float
-    nbytes: float
     stack: float
     loop: float
     turn: float
 
 
-_IN_LOOP = {"gpu": InLoop(3e-6, 4e13, 2e13, 3e12, 7e-6, 1.3e-5)}
-_IN_LOOP_ELSEWHERE = InLoop(3e-7, 4e11, 6e10, 1e10, 1e-6, 2e-6)
+_IN_LOOP = {"gpu": InLoop(3e12, 4.5e-6, 1.3e-5)}
+_IN_LOOP_ELSEWHERE = InLoop(1e10, 1e-6, 2e-6)
 
 
 class Rows(NamedTuple):
@@ -142,12 +141,10 @@ _FLOPS_OF_CODING = {"gpu": 750}
 
 # Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
 _PASSES_OF_STACKING = 4
-# Fixed seconds per stacked array and iteration, added to the passes above. Measured on an H100: an LSTM that kept its four gates
-# took 2.2 us per iteration more than one that kept only their sum before the activations, one array.
+# Beside the passes, per array and turn. On an H100 an LSTM that kept its four gates took 2.2 us more than one with their sum.
 _SECONDS_OF_STACKING = 5e-7
 
-SUMMED = "memjax_summed"
-"""Parameter of a product in a device's part of a program: its results are summed over devices."""
+SUMMED = "memjax_summed"  # parameter of a product in a device's part of a program: its results are summed over devices
 # Over the result: NVLink between H200s passes a sixteenth of what a device reads from its memory, or about that.
 _PASSES_OF_SUM = 16
 
@@ -163,9 +160,14 @@ def device(of: Any = None) -> Device:
     return _AMD_GPU if "amd" in of.device_kind.lower() else _OTHER_GPU
 
 
+def in_turns(rates: Device) -> Device:
+    """The rates in turns of loops: on a GPU graphs start their kernels. Fitted to gradients of an LSTM and a GRU on an H100."""
+    return rates._replace(start=1.7e-6, small=1.1e-6, turn=1.8e-6, copy=1.3e-6) if rates.platform in _GPUS else rates
+
+
 def in_loop(platform: str) -> InLoop:
     """The rates in loops on a platform, as JAX calls it."""
-    return _IN_LOOP.get(platform, _IN_LOOP_ELSEWHERE)
+    return _IN_LOOP.get("gpu" if platform in _GPUS else platform, _IN_LOOP_ELSEWHERE)
 
 
 def rows_of_tile(platform: str) -> Rows:
@@ -309,8 +311,8 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     if name in ALIASES:
         return 0.0
     if name in _HOLDERS:
-        turns = eqn.params["length"] if name == "scan" else 1
-        return turns * max((program_seconds(body, rates) for body in running(eqn, rates.platform)), default=0.0)
+        turns, inside = (eqn.params["length"], in_turns(rates)) if name == "scan" else (1, rates)
+        return turns * max((program_seconds(body, inside) for body in running(eqn, rates.platform)), default=0.0)
     if name in TRANSFERS:
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
         moved = [array_bytes(out) for atom, out in pairs if is_on_host(atom.aval) != is_on_host(out.aval)]
@@ -330,7 +332,7 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     if work:
         rate = rates.attention if is_attention(name) else rates.flops * _speed(eqn, rates)
         return rates.start + max(work / rate, time)
-    return time + (rates.start if written else 0.0)
+    return time + ((rates.start if rates.small is None else rates.small) if written else 0.0)
 
 
 def coding_seconds(nbytes: int, rates: Device) -> float:

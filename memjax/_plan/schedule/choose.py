@@ -171,12 +171,14 @@ def _nests(sizes: _Sizes, costs: Costs) -> Iterator[tuple[LoopPlan, float]]:
     if length * kept + carry <= budget:
         yield LoopPlan(length, 1, length), length * (costs.forward + costs.backward + costs.store)
         return
-    for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
+    # Where one level fits with ease, three do not help.
+    deepest = 2 if budget > 4 * math.sqrt(length * carry * kept) else 4
+    for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5))[:deepest]:
         yield from _fastest_nest(sizes, costs, _series(length, ratio), depth, tails=True)
     # Without a tail the program is a quarter smaller: times that differ by a hundredth are the same.
     small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
     divisors = sorted({*small, *(length // n for n in small)})
-    for depth in (1, 2, 3):
+    for depth in range(1, min(deepest, 3) + 1):
         for plan, seconds in _fastest_nest(sizes, costs, divisors, depth, tails=False):
             yield plan, 0.99 * seconds
 
@@ -214,13 +216,16 @@ def _nest_seconds(
     fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
     recomputed = (length - tail).astype(float)  # steps
     parts_above, part_steps = count.astype(float), outermost.astype(float)
-    loops = 3 * parts_above
-    for part in parts:
+    several = block > 1
+    loops = 3 * parts_above * (several if not parts else 1)
+    for i, part in enumerate(parts):
         part_steps = part_steps / part
         recomputed = recomputed + parts_above * (part - 1) * part_steps
-        loops = loops + 3 * parts_above * part
+        loops = loops + 3 * parts_above * part * (several if i == len(parts) - 1 else 1)  # a step alone is no loop
         parts_above = parts_above * part
-    several = block > 1
+    loops = loops + (1 - several) * (
+        recomputed - (length - tail)
+    )  # a step alone may leave a state in its row each time
     # Every block before the tail takes one loop in the forward pass, one per recomputation (the last keeps residuals), and one in
     # the backward pass. A one-step block needs no loop and stores nothing.
     loops = loops + several * (2 * (length - tail) + recomputed) / block

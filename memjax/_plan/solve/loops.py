@@ -7,7 +7,6 @@ JAX 0.11.2 they did not: moving 1,344 MiB out and back added 40 ms to a step, 96
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,12 +27,14 @@ from memjax._plan.schedule.choose import Costs, Steps, check_budget, fastest
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.solve.phases import available_anywhere, gathered
 from memjax._plan.solve.segment import Option, Segment, options
+from memjax._plan.solve.turn import TurnCosts
 
-_MOST_TURNS = 64  # of a loop that is split, so that few options arise
+_MOST_TURNS = 64  # after which a loop may be split, so that few options arise: longer ones are split at every few turns
 _FEWEST_TURNS = 8  # of a loop whose turns run again in blocks: of fewer there are few states to save
-_MOST_BODIES = 4  # ways to keep something of a turn, with each of which turns run again in blocks
+MOST_BODIES = 4  # ways to keep something of a turn, with each of which turns run again in blocks
 _MOST_RUNS = 10  # of a turn, forwards: less memory is seldom worth more
 _STEP = 1.25  # from one number of bytes that a schedule is made for to the next
+_LAST_STEP = 1.05  # the same where that is a quarter of what keeping all turns takes, or more: little runs again there
 _FINEST = 1.04  # the same between two of which one takes much longer
 _WORTH_ANOTHER = 0.1  # of the time of the loop's forward pass: so much longer
 
@@ -55,20 +56,22 @@ def loop_options(
     """
     length, is_reverse = pair.forward.params["length"], pair.forward.params["reverse"]
     free = available_anywhere(pair.program, pair.free)
-    found = options(turn_of(pair, free), rates, free, codes, is_loop=True)
+    turn = turn_of(pair, free)
+    found = options(turn, costs.in_turns(rates), free, codes, is_loop=True)
     if offload and pair.early is None:
         found = _with_moves(found, rates)
     mixed: list[Parts] = []
     # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
-    if rates.kind != "cpu" and pair.early is None and 1 < length <= _MOST_TURNS and can_be_split(pair):
+    if rates.kind != "cpu" and pair.early is None and length > 1 and can_be_split(pair):
         exact = [option for option in found if not option.coded and not option.moved]
         here = [option for option in found if not option.moved]
         pairs = [
-            *pairwise(_corners(exact)),
-            *(two for one in (here, found) for two in pairwise(_corners(_falling(one)))),
+            *pairwise(corners(exact)),
+            *(two for one in (here, found) for two in pairwise(corners(_falling(one)))),
         ]
+        step = -(-length // _MOST_TURNS)
         for less, more in dict.fromkeys(pairs):
-            mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
+            mixed += [((turns, less), (length - turns, more)) for turns in range(step, length, step)]
     if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
         mixed = [parts[::-1] for parts in mixed]
     crossing = sum(map(array_bytes, segment.crossing))
@@ -78,12 +81,10 @@ def loop_options(
 
     carry = [var.aval for var in pair.program.invars[slice(*carried(pair.forward))]]
     again_nbytes = sum(map(array_bytes, remade(pair, there)))
-    outs = pair.program.outvars[: len(carry)]
-    advance = dataclasses.replace(pair.program, outvars=outs, eqns=pair.program.flow.needed(outs))
-    forward = costs.program_seconds(advance, rates)
+    timed = TurnCosts(pair.program, turn, pair.program.outvars[: len(carry)], free, rates)
     if pair.early is not None:
-        turns = _corners([option for option in found if not option.coded])[:_MOST_BODIES]
-        return _best(early_options(pair, turns, crossing, moving + again_nbytes, forward))
+        bodies = corners([option for option in found if not option.coded])[:MOST_BODIES]
+        return _best(early_options(pair, bodies, crossing, moving + again_nbytes, timed.forward))
 
     def in_blocks(option: Option, plan: LoopPlan, seconds: float) -> Option:
         state, kept = sum(map(nbytes, carry)), option.kept_nbytes
@@ -101,29 +102,21 @@ def loop_options(
             # A turn has copies of what it reads of the stacks. A loop of one turn is none when it is compiled.
             peak = max(peak, held + option.working + (turns * option.nbytes if turns > 1 else 0))
             held += turns * option.nbytes
-        seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * costs.SECONDS_TO_SPLIT
+        in_parts = len(parts) > 1
+        slicing = {id(option): timed.slicing(option, in_parts=in_parts) for _, option in parts}
+        seconds = sum(turns * (option.seconds + slicing[id(option)]) for turns, option in parts)
+        seconds += (len(parts) - 1) * costs.SECONDS_TO_SPLIT
         return Option((), held, seconds, peak + moving, parts)
 
+    # Single turns from their states, and a tail: of few turns each such plan is there in two parts.
+    is_in_parts = lambda plan: bool(mixed) and length <= _MOST_TURNS and plan.block == 1 and len(plan.levels) == 1
     every = [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
     if length < _FEWEST_TURNS or not can_be_split(pair):
         return every
-    turn, flow = turn_of(pair, free), pair.program.flow
-    seconds_of = lambda eqns, made=outs: costs.program_seconds(
-        dataclasses.replace(pair.program, outvars=[*made], eqns=eqns), rates
-    )
-    # What runs in the forward pass only for the backward pass does not run there if it runs again.
-    only_once = seconds_of(flow.needed([*turn.wanted, *outs])) - seconds_of(turn.primal)
-
-    def of_one(option: Option) -> float:
-        """Seconds more than for the next state that a block of one turn runs: what is kept, and from that all that is wanted."""
-        first = seconds_of(flow.needed(option.kept), option.kept)
-        then = seconds_of(flow.needed(turn.wanted, {*free, *option.kept}))
-        return max(first + then - only_once - forward, 0.0)
-
     again = [one for one in every if len(one.parts) == 1 and not any(part.coded or part.moved for _, part in one.parts)]
-    for option in _corners([part for one in again for _, part in one.parts])[:_MOST_BODIES]:
+    for option in corners([part for one in again for _, part in one.parts])[:MOST_BODIES]:
         steps = Steps(length, carry, [var.aval for var in option.kept])
-        again += [in_blocks(option, *one) for one in _schedules(steps, forward, option.seconds, of_one(option), rates)]
+        again += [in_blocks(option, *one) for one in _schedules(steps, timed.of(option)) if not is_in_parts(one[0])]
     return [*every, *(one for one in _best(again) if one.in_blocks is not None)]
 
 
@@ -154,26 +147,13 @@ def remade(pair: LoopPair, there: set[Any]) -> set[Any]:
     return read - {*variables(pair.backward.invars)} - there
 
 
-def _schedules(
-    steps: Steps, forward: float, of_turn: float, of_one: float, rates: costs.Device
-) -> list[tuple[LoopPlan, float]]:
-    """Plans that run turns again in blocks, each with the seconds that it takes more than keeping all that is kept of a turn.
-
-    Args:
-      steps: the turns.
-      forward: seconds of a turn that makes the next state.
-      of_turn: seconds that a turn takes more in the backward pass if what is kept of it is stacked.
-      of_one: the same in a block of one turn, which stacks nothing: it makes all that its backward pass reads, and is
-        backpropagated then.
-      rates: of the device.
-    """
-    small = costs.in_loop("gpu" if rates.platform in ("cuda", "rocm") else rates.platform)
-    turn = small.turn + steps.carry_nbytes / small.stack
-    each = Costs(forward, of_one, max(of_turn - of_one, 0.0), small.loop, turn)
+def _schedules(steps: Steps, each: Costs) -> list[tuple[LoopPlan, float]]:
+    """Plans that run turns again in blocks, each with the seconds that it takes more than keeping all that is kept of a turn."""
     within = lambda room: fastest(steps, room, each, mixed=False)
     rooms = [check_budget("min", steps.length, steps.carry_nbytes, steps.kept_nbytes)]
     most = steps.carry_nbytes + steps.length * steps.kept_nbytes
-    while (larger := max(int(rooms[-1] * _STEP), rooms[-1] + 1)) < most:
+    step = lambda room: _LAST_STEP if 4 * room > most else _STEP
+    while (larger := max(int(rooms[-1] * step(rooms[-1])), rooms[-1] + 1)) < most:
         rooms.append(larger)
     by_room = {room: within(room) for room in rooms if room < most}
     few = lambda room: by_room[room][0].forward_runs <= _MOST_RUNS
@@ -181,11 +161,11 @@ def _schedules(
     while between:
         low, high = between.pop()
         middle, gained = math.isqrt(low * high), by_room[low][1] - by_room[high][1]
-        if few(high) and middle > _FINEST * low and gained > _WORTH_ANOTHER * steps.length * forward:
+        if few(high) and middle > _FINEST * low and gained > _WORTH_ANOTHER * steps.length * each.forward:
             by_room[middle] = within(middle)
             between += [(low, middle), (middle, high)]
     return [
-        (plan, seconds - steps.length * forward)
+        (plan, seconds - 2 * steps.length * each.forward)
         for plan, seconds in dict(by_room[room] for room in sorted(by_room) if few(room)).items()
         if plan.rows
     ]
@@ -219,6 +199,7 @@ def turn_of(pair: LoopPair, free: set[Any]) -> Segment:
         primal=program.flow.needed(outs, always=program.flow.acting),
         lost=lost,
         gathered=[*gathered(program, free)],
+        slices=program.invars[carried(pair.forward)[1] :],
     )
 
 
@@ -258,7 +239,7 @@ def _falling(found: Sequence[Option]) -> list[Option]:
     return chosen
 
 
-def _corners(found: Sequence[Option]) -> list[Option]:
+def corners(found: Sequence[Option]) -> list[Option]:
     """The options that no mixture of two others beats; those found rise in bytes."""
     hull: list[Option] = []
     for option in found:

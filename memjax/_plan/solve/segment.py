@@ -30,6 +30,7 @@ class Segment(NamedTuple):
       outputs: of the forward pass.
       places: bytes of arrays that may lie in the memory of results.
       gathered: what it reads of inputs that are gathered for it.
+      slices: of a turn of a loop, its inputs that are slices of what the loop scans over.
     """
 
     eqns: Sequence[Any]
@@ -44,6 +45,7 @@ class Segment(NamedTuple):
     outputs: Sequence[Any] = ()
     places: Sequence[int] = ()
     gathered: Sequence[Any] = ()
+    slices: Sequence[Any] = ()
 
 
 class Option(NamedTuple):

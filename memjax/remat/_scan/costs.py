@@ -1,4 +1,4 @@
-"""What a step costs: times that plans are predicted with, measured or from a model of the step."""
+"""What a step costs, measured: times that plans are predicted with."""
 
 from __future__ import annotations
 
@@ -13,29 +13,11 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.lists import Arrays, pick
-from memjax._core.platforms import traced_device
-from memjax._core.program.costs import flops, in_loop
-from memjax._core.program.jaxpr import nbytes
-from memjax._core.program.primitives import expensive
 from memjax._core.timing import seconds
 from memjax._plan.schedule.choose import Costs
 from memjax._plan.schedule.execute import Blocks
 from memjax._plan.schedule.store import Separate
-from memjax.remat._scan.step import Pull, ScanBlocks, Step, StepBackward, trace_step
-
-
-def model(step: Step, kept: int) -> Costs:
-    """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
-    eqns, platform = step.jaxpr.eqns, traced_device().platform
-    rates = in_loop(platform)
-    moved = sum(nbytes(var.aval) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
-    starts = 1 + sum(map(expensive, eqns)) if platform == "gpu" else len(eqns)
-    forward = rates.start * starts + sum(map(flops, eqns)) / rates.flops + moved / rates.nbytes
-    stacked = 2 * kept / rates.stack
-    if platform == "gpu":
-        return Costs(forward, forward, 2 * rates.start + stacked, rates.loop, rates.turn)
-    return Costs(forward, 2 * forward, stacked, rates.loop, rates.turn + step.carry_nbytes / rates.stack)
-
+from memjax.remat._scan.step import Pull, ScanBlocks, StepBackward, trace_step
 
 _BLOCK = 8  # steps of a block whose residuals are kept
 _SECONDS = 0.015  # for one run of the longer loops

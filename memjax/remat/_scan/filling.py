@@ -24,11 +24,13 @@ from memjax._plan.budget.digest import digest_of
 from memjax._plan.memory.alone import temporary
 from memjax._plan.memory.compiled import compile_step
 from memjax._plan.memory.layout import layout_of
-from memjax._plan.schedule.execute import Execution, LoopPlan
+from memjax._plan.schedule.execute import Execution
 from memjax.remat._scan.step import ScanBlocks, StepBackward
+from memjax.remat._scan.ways import Way
 
 _MOST_TRIES = 5
 _FULL = 0.95  # of the budget
+_A_LITTLE_LESS = 0.93
 _ABOUT = 1.02  # times the fewest bytes: no more than that is taken in order to be faster
 _MOST_RUNS = 10  # of a step, forwards: more is said
 _MOST_KNOWN = 256
@@ -39,86 +41,87 @@ _known: dict[str, int | None] = {}
 def filling(
     budget: int | str,
     least: int,
-    choose: Callable[[int], LoopPlan],
-    compiled: Callable[[LoopPlan], int | None],
+    choose: Callable[[int], Way],
+    compiled: Callable[[Way], int | None],
     outputs: int,
-) -> LoopPlan:
+) -> Way:
     """Returns the fastest plan found for which the compiled scan and its gradient take no more than `budget`.
 
     Args:
       budget: bytes, or "min": about the fewest.
       least: the fewest bytes by the model.
-      choose: from bytes by the model to a plan.
-      compiled: from a plan to its compiled bytes, or None if these cannot be known: then the model decides.
+      choose: from bytes by the model to a way.
+      compiled: from a way to its compiled bytes, or None if these cannot be known: then the model decides.
       outputs: bytes of the outputs and their gradients.
 
     Raises:
       ValueError: not even the plan of the fewest bytes fits.
     """
     if budget == "min":
-        plan, _ = _least(least, choose, compiled)
-        return _said(plan)
+        return _said(_least(least, choose, compiled)[0])
     assert isinstance(budget, int)
-    tried: dict[LoopPlan, int] = {}
-    fits: LoopPlan | None = None
-    low, high = 0, 0  # the most room of which the plan fits, and the least of which it does not; 0: none is known
+    tried: dict[Way, int] = {}
+    fits: Way | None = None
+    low, high = 0, 0  # the most room of which the way fits, and the least of which it does not; 0: none is known
     room = max(budget - outputs, least)
+    again = False
     while len(tried) < _MOST_TRIES:
-        plan = choose(room)
-        is_new = plan not in tried
+        way = choose(room)
+        is_new = way not in tried
         if is_new:
-            taken = compiled(plan)
+            taken = compiled(way)
             if taken is None:
-                return _said(plan)
-            tried[plan] = taken
-        taken = tried[plan]
+                return _said(way)
+            tried[way] = taken
+        taken = tried[way]
         if taken <= budget:
-            fits, low = plan, room
-            if taken >= _FULL * budget or plan.forward_runs == 1:
+            fits, low = way, room
+            if taken >= _FULL * budget or way.plan.forward_runs == 1:
                 break
         else:
             high = room
         # The model's error is nearly the same for all plans, so correct `room` by it.
         room += budget - taken
         if not is_new or room <= low or (high and room >= high):
-            room = math.isqrt(high * max(low, least))
+            # At first a little less than does not fit, lest much of the budget be left.
+            middle = math.isqrt(high * max(low, least))
+            room, again = middle if again else max(int(_A_LITTLE_LESS * high), middle), True
         if room <= max(low, least):
             if low or high == least:
                 break
             room = least
     if fits is not None:
         return _said(fits)
-    plan, taken = _least(least, choose, compiled)
+    way, taken = _least(least, choose, compiled)
     if taken <= budget:
-        return _said(plan)
+        return _said(way)
     raise ValueError(
         f"budget is {check.readable_bytes(budget)}, but the least possible is {taken} bytes, of which "
         f"{check.readable_bytes(outputs)} are outputs of the steps and their gradients. There each step runs forward "
-        f'{plan.forward_runs:.1f} times on average; give that or more, or "min"'
+        f'{way.plan.forward_runs:.1f} times on average; give that or more, or "min"'
         + ("; return None as y where outputs are not used" if 2 * outputs > taken else "")
     )
 
 
-def _least(
-    least: int, choose: Callable[[int], LoopPlan], compiled: Callable[[LoopPlan], int | None]
-) -> tuple[LoopPlan, int]:
-    """(plan, its compiled bytes): the fastest of those that take about the fewest bytes when compiled.
+def _least(least: int, choose: Callable[[int], Way], compiled: Callable[[Way], int | None]) -> tuple[Way, int]:
+    """(way, its compiled bytes): the fastest of those that take about the fewest bytes when compiled.
 
     The plan that keeps the least is seldom worth its time: it runs a step hundreds of times to save what is little beside outputs
     and working memory.
     """
-    found: list[tuple[LoopPlan, int]] = []
+    found: list[tuple[Way, int]] = []
     for i in range(_MOST_TRIES):
-        plan = choose(least * 2**i)
-        taken = compiled(plan)
+        way = choose(least * 2**i)
+        taken = compiled(way)
         if taken is None:
-            return (plan, least) if not i else found[-1]
-        found.append((plan, taken))
+            return (way, least) if not i else found[-1]
+        found.append((way, taken))
     fewest = min(taken for _, taken in found)
-    return [(plan, taken) for plan, taken in found if taken <= _ABOUT * fewest][-1]
+    return [(way, taken) for way, taken in found if taken <= _ABOUT * fewest][-1]
 
 
-def _said(plan: LoopPlan) -> LoopPlan:
+def _said(way: Way) -> Way:
+    plan = way.plan
     if plan.forward_runs > _MOST_RUNS:
         warnings.warn(
             f"remat.scan: within this budget each of {plan.length} steps runs forward {plan.forward_runs:.0f} times on average. "
@@ -126,16 +129,15 @@ def _said(plan: LoopPlan) -> LoopPlan:
             UserWarning,
             stacklevel=2,
         )
-    return plan
+    return way
 
 
-def compiled_bytes(
-    plan: LoopPlan, backward: StepBackward, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool
-) -> int | None:
+def compiled_bytes(way: Way, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool) -> int | None:
     """Temporary bytes of the scan and its gradient, its outputs and their cotangents included, compiled by itself, per device.
 
     None where it is no program of its own.
     """
+    backward, plan = way
     step = backward.step
     groups = [step.consts, init, xs]
     values = [value for group in groups for value in group]
@@ -159,7 +161,8 @@ def compiled_bytes(
     types = [jax.typeof(value) for value in values]
     closed = trace(plain, types, step.axes)
     layout = layout_of(closed, values, wrt)
-    name = digest_of(closed, wrt, plan, reverse, unroll, *layout.shardings, device_of(layout.shardings).device_kind)
+    kind = device_of(layout.shardings).device_kind
+    name = digest_of(closed, wrt, plan, backward.kept_places, reverse, unroll, *layout.shardings, kind)
     if name not in _known:
         if len(_known) == _MOST_KNOWN:
             _known.pop(next(iter(_known)))

@@ -18,13 +18,13 @@ from memjax._core.backward.derivatives import Static, differentiated_as, perturb
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.jaxpr import with_axes
-from memjax._plan.schedule.choose import Costs, check_budget, exact, fastest
-from memjax._plan.schedule.execute import Execution, LoopPlan
+from memjax._plan.schedule.choose import Costs, check_budget, exact
+from memjax._plan.schedule.execute import Execution
 from memjax._plan.schedule.schedule import Strategy
 from memjax._plan.schedule.store import StateCodec
-from memjax.remat._scan.costs import model
 from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
 from memjax.remat._scan.step import ScanBlocks, Step, StepBackward, trace_step
+from memjax.remat._scan.ways import Way, Ways
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -81,6 +81,7 @@ def scan(
     Saved between forward and backward: `init`, `xs` and what `f` closes over, which exist anyhow, the slots, and the
     residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
     pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
+    A `budget` may keep less of a step, its carry alone at the least, and run it again where it is backpropagated.
 
     Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, slots * s + r;
     or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
@@ -148,21 +149,21 @@ def scan(
     if codec is not None:
         _check_codec(codec, init_leaves)
     xs_leaves = jax.tree.leaves(xs)
-    least = 0
     if slots is None:
         everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
-        least = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
+        check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
-    def plan(backward: StepBackward) -> LoopPlan:
-        steps, rates = backward.steps(length), costs or model(step, backward.kept_nbytes)
+    def plan(backward: StepBackward) -> Way:
         if slots is not None:
-            return exact(steps, slots, strategy, rates)
+            known = costs if costs or strategy is None else Costs(0.0, 0.0, 0.0, 0.0, 0.0)  # which nothing depends on
+            return Way(backward, exact(backward.steps(length), slots, strategy, known or Ways(backward, None).costs))
         assert budget is not None
+        ways = Ways(backward, costs)
         return filling(
             budget,
-            least,
-            lambda room: fastest(steps, room, rates)[0],
-            lambda plan: compiled_bytes(plan, backward, init_leaves, xs_leaves, reverse, unroll),
+            ways.least(length),
+            lambda room: ways.fastest(length, room),
+            lambda way: compiled_bytes(way, init_leaves, xs_leaves, reverse, unroll),
             output_bytes(length, backward),
         )
 
@@ -192,7 +193,7 @@ def _check_codec(codec: StateCodec, state: Arrays) -> None:
 
 def _differentiable(
     step: Step,
-    plan: Callable[[StepBackward], LoopPlan],
+    plan: Callable[[StepBackward], Way],
     length: int,
     reverse: bool,
     unroll: int | bool,
@@ -257,12 +258,9 @@ def _differentiable(
 class _Chosen(Static):
     """What is differentiated, and how: static, so that it can travel from the forward to the backward rule."""
 
-    def __init__(
-        self, step: Step, plan: Callable[[StepBackward], LoopPlan], consts: tuple[bool, ...], xs: tuple[bool, ...]
-    ):
+    def __init__(self, step: Step, plan: Callable[[StepBackward], Way], consts: tuple[bool, ...], xs: tuple[bool, ...]):
         super().__init__((id(step), consts, xs))
-        self.backward = StepBackward(step, consts, xs)
-        self.plan = plan(self.backward)
+        self.backward, self.plan = plan(StepBackward(step, consts, xs))
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
 

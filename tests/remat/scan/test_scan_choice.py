@@ -11,8 +11,8 @@ from memjax._plan.schedule import choose as choose_module
 from memjax._plan.schedule.choose import exact, fastest
 from memjax._plan.schedule.execute import LoopPlan
 from memjax.remat import Costs, profile, scan, schedule
-from memjax.remat._scan.costs import model
 from memjax.remat._scan.step import StepBackward, trace_step
+from memjax.remat._scan.ways import Ways
 from tests.remat.scan.scan_cases import close, lstm_step, stored_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -33,9 +33,7 @@ def test_choice():
     assert plan(1999, 60, dear_turns).tail
     assert plan(210, 800, dear_turns).tail == 210  # everything is kept
     for carries in range(6, 800, 41):
-        stored = stored_bytes(
-            plan(210, carries, model(step, backward.kept_nbytes)), step.carry_nbytes, backward.kept_nbytes
-        )
+        stored = stored_bytes(plan(210, carries, Ways(backward, None).costs), step.carry_nbytes, backward.kept_nbytes)
         assert stored <= carries * step.carry_nbytes
 
 
@@ -51,7 +49,7 @@ def test_measured_costs_are_finite_and_can_be_planned_with():
     assert costs.forward > 0
     assert costs.backward > 0
     total = lambda run, **options: lambda h: run(step, h, jnp.ones((20, 4)), **options)[1].sum()
-    close(jax.grad(total(scan, budget="min", costs=costs))(jnp.ones(4)), jax.grad(total(lax.scan))(jnp.ones(4)), 1e-5)
+    close(jax.grad(total(scan, budget="3KiB", costs=costs))(jnp.ones(4)), jax.grad(total(lax.scan))(jnp.ones(4)), 1e-5)
 
 
 def test_the_profile_of_a_step_that_does_nothing():
@@ -139,3 +137,24 @@ def test_forward_runs_of_nests():
     assert nest.forward_runs == 1 + (12 * 2 // 3 + 12) / 12
     assert LoopPlan(16, 4, 4, levels=(3,)).forward_runs == 1 + 12 / 16
     assert LoopPlan(16, 1, 16).forward_runs == 1
+
+
+def test_a_step_by_itself_is_no_loop():
+    """Where all states fit, what is left keeps the residuals of the last steps, and no other step waits for a loop."""
+    _, _, backward = lstm_step(8, 4)
+    steps = backward.steps(400)
+    room = 401 * steps.carry_nbytes + 100 * (steps.kept_nbytes - steps.carry_nbytes)
+    plan, seconds = fastest(steps, room, Costs(1.0, 2.0, 0.1, 50.0, 60.0))
+    assert (plan.block, plan.tail, plan.levels) == (1, 100, (300,))
+    assert seconds == pytest.approx(400 * 3.0 + 300 + 100 * 0.1)
+
+
+def test_what_a_step_keeps_is_chosen_with_the_plan():
+    """Where memory is dear states alone, from which a step runs again; else what products follow from."""
+    step, _, backward = lstm_step(8, 4)
+    ways = Ways(backward, None)
+    few, many = (ways.fastest(210, carries * step.carry_nbytes) for carries in (8, 700))
+    assert few.backward.kept_nbytes == step.carry_nbytes < many.backward.kept_nbytes
+    assert few.plan.forward_runs <= fastest(backward.steps(210), 8 * step.carry_nbytes, ways.costs)[0].forward_runs
+    measured = Costs(1.0, 2.0, 0.5, 0.1, 0.2)
+    assert Ways(backward, measured).fastest(210, 8 * step.carry_nbytes).backward.kept_nbytes == step.carry_nbytes
