@@ -25,6 +25,12 @@ def test_a_plan_is_off_by_what_the_nearest_of_its_program_was_and_other_programs
     assert found.corrected(whole._replace(in_steps=True), 100) == 102
 
 
+def test_on_several_devices_the_step_as_it_is_written_corrects_the_first_plan():
+    found = Predictions(8)
+    found.note(Way(None), 100, 300)
+    assert found.corrected(Way((1,), True), 90) == 290
+
+
 def test_what_one_update_leaves_to_the_next_is_there_while_that_one_runs():
     def train_step(w, x):
         for part in (x[0], x[1]):
@@ -161,3 +167,19 @@ def test_results_lend_their_memory_until_they_are_computed(donated):
     body.put_in_use({0} if donated else set())
     predicted = bytes_in_order(body, {})
     assert compiled == pytest.approx(predicted, abs=2**16), (predicted / 2**20, compiled / 2**20)
+
+
+def test_what_only_has_an_effect_is_predicted():
+    """`jax.debug.print` and checks make nothing that could be written."""
+
+    def step(weights, x):
+        def layer(x, w):
+            jax.debug.callback(lambda value: None, x[0, 0])
+            return jnp.tanh(x @ w), None
+
+        loss = lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    args = jnp.ones((6, 128, 128)), jnp.ones((256, 128))
+    jitted = memjax.jit(step, budget="80%", donate_argnums=0)
+    assert jitted.plan(*args).nbytes <= jitted.plan(*args).budget

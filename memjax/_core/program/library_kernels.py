@@ -42,7 +42,7 @@ def with_written(flow: Dataflow, outputs: Iterable[Any]) -> Dataflow:
     inside = {out: atom for out, atom in elsewhere.items() if flow.place[out] not in kernels.written}
     eqns: list[Any] = []
     for i, eqn in enumerate(flow.eqns):
-        [out, *_] = eqn.outvars
+        out: Any = next(iter(eqn.outvars), None)  # what only has an effect makes nothing
         if out in whole.instead:
             if i in kernels.written:
                 eqns.append(eqn.replace(primitive=_written, params={}))

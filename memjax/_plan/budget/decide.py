@@ -237,7 +237,8 @@ def _within(program: Known, budget: int, tried: Tried, effort: Effort = _NO_EFFO
             if program.is_part and _is_refused(_ways_to_the_least(ways, tried), budget):
                 break
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
-        tries += _leaner(plans, tries, budget, OF_PARTS.enough - len(tries) if program.is_part else _MOST_LEANER)
+        compiled = len(tries) + (effort.as_written is not None)
+        tries += _leaner(plans, tries, budget, OF_PARTS.enough - compiled if program.is_part else _MOST_LEANER)
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
