@@ -91,7 +91,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 class InLoop(NamedTuple):
-    """What loops over the turns of a loop take beside these.
+    """What a schedule over the turns of a loop costs besides the turns.
 
     Attributes:
       stack: bytes of states written to slots, per second.

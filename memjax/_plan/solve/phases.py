@@ -18,7 +18,7 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
 _MOST_PIECES = 640
-_LARGER = 4  # times what crosses a cut: what is made after it
+_MANY_MORE = 4  # times the new bytes alive at a cut: if so many are alive later, the cut is worth making
 _GATHERS = frozenset(("reshard", "sharding_constraint"))
 _MOVES = VIEWS | _GATHERS
 
@@ -82,7 +82,7 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
             # Another before much is made of what is kept already, as a norm of all features: in the backward pass that is gone
             # when what made the last of the parts runs again.
             few = min(places, key=lambda p: (new[p], alive[p]))
-            if few < chosen[-1] and _LARGER * new[few] < max(new[few : chosen[-1]]):
+            if few < chosen[-1] and _MANY_MORE * new[few] < max(new[few : chosen[-1]]):
                 inside.add(few)
                 chosen.insert(-1, few)
     while len(chosen) > _MOST_PIECES:
