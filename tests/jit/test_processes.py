@@ -23,7 +23,12 @@ def run_in_two(folder, cache):
     environ = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     environ |= {"PYTHONPATH": str(PROGRAM.parents[2])}
     command = [sys.executable, str(PROGRAM), str(folder), str(cache), address, "2"]
-    processes = [subprocess.Popen([*command, str(i)], env=environ, stderr=subprocess.PIPE, text=True) for i in range(2)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i)], env=environ | {"PYTHONHASHSEED": str(i)}, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
     try:
         for process in processes:
             _, said = process.communicate(timeout=200)

@@ -18,7 +18,9 @@ TX = optax.adam(1e-3)
 def loss(params, x):
     for w in params:
         x = jax.numpy.tanh(x @ w) + x
-    return jax.numpy.mean(x * x)
+    # A parameter of this loss is a set of names, whose order is another in each process.
+    labels = jax.numpy.argmax(x, -1)
+    return jax.numpy.mean(x * x) + memjax.linear_cross_entropy(x, params[0], labels)
 
 
 def train_step(params, state, x):

@@ -6,6 +6,7 @@ mesh is called, changes no equation under automatic axes, and is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import operator
 import re
@@ -88,5 +89,12 @@ def _parameter(value: Any) -> Iterator[str]:
     elif type(value) in (tuple, list):
         for one in value:
             yield from _parameter(one)
+    elif isinstance(value, set | frozenset):
+        # Texts of sets are in the order of hashes, which is another in each process.
+        yield from sorted(" ".join(_parameter(one)) for one in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f"{field.name}="
+            yield from _parameter(getattr(value, field.name))
     elif not (value is None or isinstance(value, _PLACES)):
         yield _ADDRESS.sub("", str(value))
