@@ -123,8 +123,8 @@ def optimizer(config: Config) -> optax.GradientTransformation:
     return compress.split_master(tx) if config.master == "split" else compress.stochastic_round(tx)
 
 
-def begin(config: Config) -> tuple[Any, Any]:
-    """Weights and the optimizer's state, made on the device one after another, those of layers one layer at a time."""
+def weights(config: Config) -> Any:
+    """Made on the device one after another, those of layers one layer at a time."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def normal(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
@@ -140,20 +140,29 @@ def begin(config: Config) -> tuple[Any, Any]:
         scale = 0.02 / math.sqrt(2 * config.layers) if name in ("out", "down") else 0.02
         return normal(key, struct.shape, scale)
 
-    params = jax.tree_util.tree_map_with_path(weight, parameters(config))
+    return jax.tree_util.tree_map_with_path(weight, parameters(config))
+
+
+def begin(config: Config) -> tuple[Any, Any]:
+    """Weights and the optimizer's state."""
+    params = weights(config)
     state = jax.jit(optimizer(config).init)(params)
     if config.state == "host":
         state = jax.device_put(state, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
     return params, state
 
 
-def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def attention(config: Config, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    kernel: Any = "xla" if config.small else "cudnn"
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+
+
+def layer(config: Config, p: dict[str, jax.Array], x: jax.Array, attend: Callable[..., Any] = attention) -> jax.Array:
     h = norm(x, p["norm1"])
     split = lambda a, heads: a.reshape(*x.shape[:2], heads, -1)
     query = rotary(split(h @ p["query"], config.heads))
     key, value = (split(h @ p[name], config.key_heads) for name in ("key", "value"))
-    kernel: Any = "xla" if config.small else "cudnn"
-    attended = jax.nn.dot_product_attention(query, rotary(key), value, is_causal=True, implementation=kernel)
+    attended = attend(config, query, rotary(key), value)
     x = x + attended.reshape(*x.shape[:2], -1) @ p["out"]
     forward = feed_forward
     if config.tile:

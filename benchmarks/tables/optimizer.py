@@ -1,5 +1,8 @@
 """Tables of `docs/guides/optimizer.md`: times and bytes of updates and of whole steps, and losses."""
 
+import itertools
+import statistics
+
 from benchmarks.tables.markdown import Tables, load, table
 
 NAMES = {
@@ -10,6 +13,11 @@ NAMES = {
     "split, 8 bits": "`split_master(compressed(adamw))`",
     "rounded, 8 bits": "`stochastic_round(compressed(adamw))`",
     "rounded, 4 bits": "the same, `bits=4`",
+}
+WAYS = {
+    "bfloat16, layer by layer": "`jax.jit` of each layer, one after another",
+    "jax.checkpoint": "`jax.jit`, `jax.checkpoint` a layer",
+    "memjax.jit": "`memjax.jit`",
 }
 
 
@@ -112,6 +120,20 @@ def _eight_billion() -> str:
     return table(header, body, [environment for environment, _ in loaded], "eight_billion")
 
 
+def _gradients() -> str:
+    """Shares of signs of gradients in bfloat16 that differ from those in float32, by way."""
+    environment, (_, *rows) = load("finetune_gradients")
+    body = []
+    for row in rows:
+        cells = [f"{statistics.mean(itertools.chain(*row['from_float32'].values())):.1%}"]
+        for name in ("value", "down"):
+            shares = row["from_float32"][name]
+            cells += [f"{shares[0]:.1%}", f"{shares[-1]:.1%}"]
+        body.append([WAYS[row["way"]], *cells])
+    header = ["by", "all", "value, first layer", "last", "down, first layer", "last"]
+    return table(header, body, [environment], "gradients")
+
+
 def _sentence() -> str:
     """The same in a line, for README."""
     rows = [load(f"finetune_large{name}")[1][0] for name in ("", "_14b")]
@@ -128,4 +150,10 @@ def _sentence() -> str:
 
 
 README: Tables = {"finetune": _sentence}
-GUIDE: Tables = {"update": _time, "losses": _losses, "whole_step": _whole_step, "eight_billion": _eight_billion}
+GUIDE: Tables = {
+    "update": _time,
+    "losses": _losses,
+    "whole_step": _whole_step,
+    "eight_billion": _eight_billion,
+    "gradients": _gradients,
+}

@@ -142,6 +142,18 @@ def larger_model() -> str:
     return f"five of a model of {load('finetune_large_14b')[1][0]['parameters'] / 1e9:.1f} 10^9 parameters."
 
 
+def gradient_of_first_tokens() -> str:
+    norms = load("finetune_gradients")[1][0]["first_norms"]
+    return f"grows {round(norms[0] / norms[-1], -2):,.0f} times between the last layer and the embedding"
+
+
+def losses_after_a_step() -> str:
+    kept, again = (load(f"finetune_large_14b_{name}")[1][0]["losses"][1] for name in ("16384", "host"))
+    return (
+        f"were {kept:.1f} after one step where a plan kept the results of attention, and {again:.1f} where it did not."
+    )
+
+
 def few_slots() -> str:
     passes = [memjax.remat.schedule(1000, slots).forward_steps / 1000 for slots in (2, 1)]
     return f"1,000 steps run {passes[0]:.0f} times each with two slots, and {passes[1]:.0f} times with one."
@@ -155,7 +167,7 @@ SENTENCES: dict[str, list[Callable[[], str]]] = {
     "docs/guides/plan.md": [head_and_loss, graph_net],
     "docs/guides/dense-block.md": [densenet],
     "docs/guides/jit.md": [workspace],
-    "docs/guides/optimizer.md": [all_weights, larger_model],
+    "docs/guides/optimizer.md": [all_weights, larger_model, gradient_of_first_tokens, losses_after_a_step],
     "docs/guides/metp.md": [lambda: f"on two GPUs a layer took {ring_of_two()} longer than with tensor parallelism."],
     "docs/which-tool.md": [never_slower, lambda: f"{ring_of_two()} of time against tensor parallelism on two GPUs"],
 }
