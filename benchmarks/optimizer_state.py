@@ -3,12 +3,14 @@
 AdamW of optax with everything in float32; with moments in 8 and in 4 bits; with bfloat16 weights whose masters are split, and
 with bfloat16 weights rounded at random. Gradients have the dtype of the weights. Weights and state are donated. Bytes are for
 each parameter: `compiled_bytes` are arguments, results that are not in their place, and temporary ones. `floor_ms` is the time to
-read and write weights and state once, and to read gradients, at `--bandwidth`. Each kind runs in a fresh process.
+read and write weights and state once, and to read gradients, at `--bandwidth`. Each kind runs in a fresh process. PyTorch's fused
+AdamW and torchao's in few bits run beside them where they are installed and there is a GPU.
 
 `--parameters 2e6 --calls 2` tries it anywhere.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import statistics
@@ -26,6 +28,7 @@ from benchmarks import record
 from memjax import compress
 
 KINDS = ("float32", "8 bits", "4 bits", "split", "split, 8 bits", "rounded, 8 bits", "rounded, 4 bits")
+PEERS = ("torch, float32", "torchao, 8 bits", "torchao, rounded, 8 bits", "torchao, rounded, 4 bits")
 _ROUNDS = 5
 
 
@@ -37,6 +40,8 @@ class Config:
     """Updates that are timed together, one after another, as in training: the host is ahead of the device. Five times."""
     bandwidth: float = 3.35e12
     """Bytes a second of the device's memory: an H100's."""
+    peers: tuple[str, ...] = PEERS
+    """Of other libraries."""
     name: str = "optimizer_state"
 
 
@@ -45,6 +50,14 @@ def main(config: Config) -> None:
     for kind in config.kinds:
         case = {"kind": kind, "parameters": config.parameters, "calls": config.calls, "bandwidth": config.bandwidth}
         rows.append(record.in_fresh_process("benchmarks.optimizer_state", case))
+        print(json.dumps(rows[-1]), flush=True)
+        record.save(config.name, rows)
+    for kind in config.peers if importlib.util.find_spec("torchao") and jax.default_backend() == "gpu" else ():
+        case = {"kind": kind, "calls": config.calls, "bandwidth": config.bandwidth}
+        found = record.in_fresh_process(
+            "benchmarks.cases.optimizer_torch", case | {"shapes": shapes_of(config.parameters), "rounds": _ROUNDS}
+        )
+        rows.append({name: value for name, value in found.items() if name not in ("shapes", "rounds")})
         print(json.dumps(rows[-1]), flush=True)
         record.save(config.name, rows)
     if failed := [row["error"] for row in rows if "error" in row]:
@@ -62,13 +75,16 @@ def optimizer(kind: str) -> tuple[Any, Any]:
     return (tx, jnp.float32) if wrap is None else (wrap(tx), jnp.bfloat16)
 
 
+def shapes_of(parameters: float) -> list[tuple[int, int]]:
+    """Matrices of a Transformer of width D: 12 D^2 for each layer."""
+    width = 4096 if parameters >= 1e9 else 256
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    return max(1, round(parameters / sum(a * b for a, b in shapes))) * shapes
+
+
 def measure(case: dict) -> dict:
     tx, dtype = optimizer(case["kind"])
-    # Matrices of a Transformer of width D: 12 D^2 for each layer.
-    width = 4096 if case["parameters"] >= 1e9 else 256
-    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    layers = max(1, round(case["parameters"] / sum(a * b for a, b in shapes)))
-    weights = [jnp.zeros(shape, dtype) for _ in range(layers) for shape in shapes]
+    weights = [jnp.zeros(shape, dtype) for shape in shapes_of(case["parameters"])]
     count = sum(w.size for w in weights)
 
     def update(weights: Any, state: Any, gradients: Any) -> Any:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-_PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "torch", "torchvision", "equinox", "diffrax")
+_PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "torch", "torchao", "torchvision", "equinox", "diffrax")
 
 
 def _version(package: str) -> str | None:

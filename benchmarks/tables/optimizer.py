@@ -13,6 +13,10 @@ NAMES = {
     "split, 8 bits": "`split_master(compressed(adamw))`",
     "rounded, 8 bits": "`stochastic_round(compressed(adamw))`",
     "rounded, 4 bits": "the same, `bits=4`",
+    "torch, float32": "`torch.optim.AdamW(fused=True)`, float32 weights",
+    "torchao, 8 bits": "`torchao.optim.AdamW8bit`, float32 weights",
+    "torchao, rounded, 8 bits": "the same, bfloat16 weights rounded at random",
+    "torchao, rounded, 4 bits": "`AdamW4bit`, bfloat16 weights rounded at random",
 }
 WAYS = {
     "bfloat16, layer by layer": "`jax.jit` of each layer, one after another",
