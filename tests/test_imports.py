@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 PRIVATE_JAX = {
     "memjax._core.compat",
+    "memjax._core.compat.partitioner",
     "memjax.compress._error_bounded.kernel_memory",
     "memjax._attention.cudnn",
 }

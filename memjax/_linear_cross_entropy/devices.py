@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax._core import check as _check
 from memjax._core.arrays import as_array
-from memjax._core.compat import tiles_of_devices
+from memjax._core.compat.partitioner import tiles_of_devices
 from memjax._linear_cross_entropy import check
 from memjax._linear_cross_entropy.options import Array, Axes, as_axes, as_entry, psum
 from memjax._linear_cross_entropy.programs import Arrays, Program

@@ -23,7 +23,8 @@ from jax.interpreters import ad, mlir
 from memjax._core import check
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
-from memjax._core.compat import is_in_order, register_batcher, spread_by_xla
+from memjax._core.compat import is_in_order, register_batcher
+from memjax._core.compat.partitioner import spread_by_xla
 from memjax._core.lists import pick
 from memjax._linear_cross_entropy import algorithms, choice, devices
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, with_rows

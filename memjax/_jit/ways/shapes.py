@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from memjax._core.barriers import barrier
-from memjax._core.compat import split_marked
+from memjax._core.compat.partitioner import split_marked
 from memjax._core.meshes import device_of, mesh_of
 from memjax._core.program import costs
 from memjax._core.program.dataflow import is_literal
