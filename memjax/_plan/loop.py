@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._core.arrays import as_array, zeros
+from memjax._core.arrays import as_array, counted, zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
@@ -75,6 +75,7 @@ class Loop:
         self._slices = [(atom, var) for atom, var in operands[consts + carried :] if var in read_again]
         self._carried = [(pair.in_place[atom], var) for atom, var in self._slices if atom in pair.in_place]
         self._slices = [(atom, var) for atom, var in self._slices if atom not in pair.in_place]
+        self._types = [atom.aval for atom in pair.backward.invars]
         self.replaced = [pair.forward.outvars[i] for i in pair.residuals]
         again = set(pair.again)
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
@@ -157,7 +158,9 @@ class Loop:
         others = [(atom, var) for atom, var in self._slices if atom not in mine_too]
         slices = read(values, [atom for atom, _ in others])
 
-        number = self.pair.numbers
+        number, rows = self.pair.numbers, own[consts + carried :]
+        if number is not None:
+            rows[number] = counted(rows[number], self._types)
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
@@ -184,7 +187,7 @@ class Loop:
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
-        return turn, own[consts : consts + carried], (own[consts + carried :], slices)
+        return turn, own[consts : consts + carried], (rows, slices)
 
     def _backward_in_blocks(self, values: Any, turn: _Turn, init: Arrays, xs: Any, stacks: Sequence[Any]) -> Arrays:
         """Results of the loop of the backward pass, turns of the forward loop running again in blocks."""
@@ -269,6 +272,7 @@ class Loop:
                 return (carry, written), extra
 
             places = jnp.arange(firsts[part], firsts[part] + self._turns[part])
+            places = counted(places, self._types, firsts[part])
             saved: Arrays = []
             if given is not None:
                 carry, saved = _apart(state[0], given[part], self._turns[part])

@@ -1,12 +1,17 @@
 """State of an optimizer in the memory of the host: a step moves it to the device and back, under `memjax.jit` layer by layer."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 import memjax
+from memjax._core.arrays import is_on_host
+from memjax._core.program.dataflow import Dataflow
+from memjax._jit.account import donated_results
+from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._plan.memory.layout import local_bytes
 from tests.jit.host_states import LAYERS, OPTIMIZERS, begin, step_of
 
@@ -39,6 +44,43 @@ def test_it_is_moved_layer_by_layer_and_training_is_the_same(name):
     assert kinds == {"pinned_host"}
     for one, other in zip(*map(jax.tree.leaves, (copied, (params, host))), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_gpus_it_is_read_where_its_gradient_is_made(name):
+    """XLA begins to move an array shortly before it is read. So the state of a gradient is moved while that is computed."""
+    tx = OPTIMIZERS[name]
+    params, state, x = begin(tx, jnp.float32 if name == "float32" else jnp.bfloat16)
+    args = params, on_host(state), x
+    traced = jax.jit(step_of(tx, moves=True), donate_argnums=(0, 1)).trace(*args)
+    results = []
+    for platform in ("cpu", "gpu"):
+        closed = with_updates_in_loops(traced.jaxpr, donated_results(traced), platform).closed
+        results.append(jax.jit(jax.extend.core.jaxpr_as_fun(closed))(*jax.tree.leaves(args)))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    [_, loop] = [eqn for eqn in closed.eqns if eqn.primitive.name == "scan"]
+    flow = Dataflow(loop.params["jaxpr"].eqns)
+    puts = [eqn for eqn in flow.eqns if eqn.primitive.name == "device_put" and not is_on_host(eqn.outvars[0].aval)]
+    assert len(puts) == sum(leaf.ndim > 1 for leaf in jax.tree.leaves(state))
+    for put in puts:
+        [reader] = [flow.eqns[i] for i in flow.readers[put.outvars[0]]]
+        assert reader.primitive.name == "optimization_barrier"
+        [gradient] = [atom for atom in reader.invars if atom.aval.ndim == 2]  # others are slices, of one layer
+        assert gradient.aval.shape[0] == put.outvars[0].aval.shape[1]
+        assert {"dot_general", "transpose"} & {flow.makers[gradient].primitive.name}
+
+
+def test_turns_are_numbered_by_constants():
+    """XLA:GPU copies slices of what is on the host without a kernel then, of which it sees that they follow one another."""
+    tx = OPTIMIZERS["float32"]
+    params, state, x = begin(tx, jnp.float32)
+    for where, is_constant in ((on_host, True), (lambda state: state, False)):
+        step = memjax.jit(step_of(tx, moves=is_constant), budget="min", donate_argnums=(0, 1))
+        jaxpr = step.trace(params, where(state), x).jaxpr
+        loop = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][-1]
+        [numbers] = [atom for atom in loop.invars if atom.aval.dtype == jnp.uint32 and atom.aval.ndim == 1]
+        assert any(numbers in eqn.outvars for eqn in jaxpr.eqns) != is_constant
 
 
 def test_what_lies_on_the_host_takes_no_memory_of_a_device():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import memjax
+from memjax._core.arrays import is_on_host
 from memjax._plan.solve.order import results_first
 from memjax._plan.solve.steps import in_steps, run_steps
 from tests.plan import networks
@@ -134,6 +135,25 @@ def test_steps_compute_what_the_program_does():
     found = run_steps(steps, dict(zip(jaxpr.invars, values, strict=True)), jaxpr.outvars)
     for var, expected in zip(jaxpr.outvars, f(*values), strict=True):
         np.testing.assert_allclose(found[var], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_moves_and_numbers_do_not_wait():
+    """Or XLA:GPU would fetch a slice from the host while nothing runs, and by a kernel, as it does not see its number."""
+
+    def f(x, stack, number):
+        row = jax.device_put(jax.lax.dynamic_slice(stack, (number, jnp.uint32(0)), (1, 64)), jax.memory.Space.Device)
+        y = jnp.sin(x) @ row.T
+        return jax.lax.dynamic_update_slice(jnp.cos(x), y * row, (number, jnp.uint32(0))) @ x.T
+
+    space = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    stack = jax.device_put(jnp.ones((4, 64)), space)
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((4, 64)), stack, jnp.uint32(1)).jaxpr
+    steps = in_steps(jaxpr.eqns, (), jaxpr.outvars, "cuda")
+    waiting = [var for step in steps for var in step.waits]
+    assert waiting
+    assert all(var.aval.shape and not is_on_host(var.aval) for var in waiting)
+    fetching = [step for step in steps if step.eqns[-1].primitive.name in ("dynamic_slice", "device_put")]
+    assert [step.waits for step in fetching] == [[], []]
 
 
 def test_a_plan_for_another_platform_is_acted_on_in_its_steps():

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from memjax._core.arrays import is_float
+from memjax._core.arrays import counted, is_float
 from memjax._core.compat import derivatives, name_stack, parameters
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import Device, array_bytes, kind_of
-from memjax._core.program.dataflow import made_by, read_by, variables
+from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
 from memjax._jit.derivatives.inner import computed_again
 from memjax._jit.derivatives.passes import StepPasses, levels_of, passes_of
@@ -210,12 +210,22 @@ class Body:
         for i in numbers:
             eqn = self._program.eqns[i]
             values = read(env, eqn.invars)
+            if eqn.primitive.name == "scan":
+                values = self._counted(eqn, values)
             bodies = self.inner.get(i)
             if bodies is None or not any(body.tiled or any(one in acting for one in body.every()) for body in bodies):
                 outs = bind(eqn, values)
             else:
                 outs = _bind_with(eqn, values, [self._evaluating(body, acting) for body in bodies])
             env |= zip(eqn.outvars, outs, strict=True)
+
+    def _counted(self, loop: Any, values: Arrays) -> Arrays:
+        """The operands of a loop, the numbers of turns among them as it needs them."""
+        made, types = self._program.flow.makers, [atom.aval for atom in loop.invars]
+        is_count = [
+            not is_literal(atom) and atom in made and made[atom].primitive.name == "iota" for atom in loop.invars
+        ]
+        return [counted(value, types) if is_one else value for value, is_one in zip(values, is_count, strict=True)]
 
     def _evaluating(self, body: Body, acting: Acting) -> Callable[..., Arrays]:
         return lambda *inputs: body.evaluate(inputs, acting)

@@ -169,7 +169,8 @@ def _noted(entry: Any, sizes: Mapping[int, int], refused: StepPlan | None, devic
         plain = dataclasses.replace(plan, **{name: getattr(refused, name) for name in names})
     note = (
         f"offload: {readable_bytes(nbytes)} of state lie in the host's pinned memory between steps, and come back so. To move "
-        f"them there and back takes about {seconds:.2g} s a step at {rates.link / 1e9:.0f} GB/s; by default XLA waits for it"
+        f"them there and back takes about {seconds:.2g} s a step at {rates.link / 1e9:.0f} GB/s; where updates run in "
+        "loops, a GPU does so while it computes"
     )
     entry.plan = dataclasses.replace(plain, on_host=tuple(sizes), host_nbytes=nbytes, notes=(*plan.notes, note))
     return entry

@@ -21,6 +21,7 @@ from memjax._core.compat import derivatives, eval_jaxpr, name_stack, scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, inside, nbytes, read, trace
+from memjax._jit.updates.fetches import fetches_of
 from memjax._jit.updates.found import TURNS, Update, elements_of_turn, updates
 from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._jit.updates.ready import ready, with_others
@@ -202,6 +203,9 @@ class _InLoop:
         of_turns = [var for var, state in zip(update.reads, update.states, strict=True) if state == TURNS]
         self._slices = [var for var in of_turns if var not in self._written]
         self._number: Any = 0  # of the turn that is being traced
+        self._fetches = fetches_of(update, platform)
+        for eqn in self._fetches.moves if self._fetches is not None else ():
+            update.run.calls[eqn.outvars[0]] = functools.partial(self._fetched, eqn.outvars[0])
         for eqn in update.eqns:
             if inner := elements_of_turn(eqn, loop.params["length"]):
                 update.run.calls[eqn.outvars[0]] = functools.partial(self._count, eqn.outvars[0].aval, inner)
@@ -210,6 +214,10 @@ class _InLoop:
 
     def _by_kernel(self, region: Any, values: Arrays, size: int) -> Arrays:
         return call_for_turn(region, jnp.asarray(self._number), values)
+
+    def _fetched(self, out: Any, values: Arrays, size: int) -> Arrays:
+        assert self._fetches is not None
+        return [self._fetches.moved[out]]
 
     def _count(self, aval: Any, inner: int, values: Arrays, size: int) -> Arrays:
         first = jnp.asarray(self._number).astype(aval.dtype) * jnp.asarray(inner, aval.dtype)
@@ -268,12 +276,15 @@ class _InLoop:
             var: lax.dynamic_slice(b, _place(b, self._number), (1, *b.shape[1:]))
             for var, b in zip(self._written, stacks, strict=True)
         }
+        here |= zip(self._slices, (one[None] for one in slices), strict=True)
         others = iter(rows)
         rows = [here[atom][0] if self._is_written(atom) else next(others) for atom in loop.invars[consts + carried :]]
-        body = as_closed(loop.params["jaxpr"])
-        outs = eval_jaxpr(body.jaxpr, body.consts, [*fixed, *carry, *rows])
+        if self._fetches is not None:
+            outs = self._fetches.run([*fixed, *carry, *rows], here)
+        else:
+            body = as_closed(loop.params["jaxpr"])
+            outs = eval_jaxpr(body.jaxpr, body.consts, [*fixed, *carry, *rows])
         made = dict(zip(loop.outvars, outs, strict=True))
-        here |= zip(self._slices, (one[None] for one in slices), strict=True)
         operands = [here[var] if var in here else env[var] for var in update.reads]
         try:
             results = update.run([*(made[var][None] for var in update.gradients), *operands])

@@ -4,6 +4,9 @@ A compiler for GPUs makes one kernel of elementwise operations that read the sam
 does not write over what it reads: the derivative of a gated layer, of three arrays two others, takes five of them, or six with
 the gated product, where one result after the other takes four. So before a step what it reads passes a barrier together with
 what the step before has made.
+
+What moves arrays to the host or from there does not wait: it takes time, and no kernel. Nor do numbers, such as that of a slice:
+XLA copies a slice of an array on the host without a kernel if it sees that its number counts turns of a loop.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from memjax._core.arrays import is_on_host
 from memjax._core.barriers import barrier
 from memjax._core.program.costs import array_bytes, stored
 from memjax._core.program.dataflow import Dataflow, is_literal, read_by
@@ -62,11 +66,13 @@ def in_steps(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], 
         inner = [*flow.needed(own, in_memory), eqn]
         reads = [var for var in read_by(inner) if var in in_memory]
         waits: list[Any] = []
-        if eqn.outvars[0] not in names and any(array_bytes(var) >= wide for var in (*reads, *outs)):
+        moves = any(is_on_host(var.aval) for var in (*reads, *outs))
+        if not moves and eqn.outvars[0] not in names and any(array_bytes(var) >= wide for var in (*reads, *outs)):
             # What is in no memory would be taken from a step before otherwise, and be kept from there on.
             computes = any(one.outvars[0] not in names for one in inner[:-1])
             if before and (computes or not set(before).intersection(reads)):
-                waits = list(dict.fromkeys([*reads, *before]))
+                arrays = [var for var in reads if var.aval.shape]
+                waits = list(dict.fromkeys([*(arrays or reads), *before]))
             before = [out for out in outs if out in flow.read or out in needed] or before
         steps.append(Step(waits, inner))
     return steps
