@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from memjax._core.compat import explicit_sharding, varying
@@ -36,21 +34,6 @@ def anywhere(value: Any) -> Any:
 def is_on_host(aval: Any) -> bool:
     """Whether values of this type lie in the memory of the host."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def counted(numbers: Any, types: Iterable[Any], first: int = 0) -> Any:
-    """Numbers of the turns of a loop, from `first` on: as a constant if the loop has arrays on the host.
-
-    XLA finds then that the slices with these numbers follow one another, and copies them without a kernel, while others run.
-
-    Args:
-      numbers: they.
-      types: of what the loop has.
-      first: the first of them.
-    """
-    if not any(map(is_on_host, types)):
-        return numbers
-    return np.arange(first, first + numbers.shape[0], dtype=numbers.dtype)
 
 
 def as_array(value: Any) -> Array:

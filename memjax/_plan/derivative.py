@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from memjax._core.arrays import strong
+from memjax._core.arrays import is_on_host, strong
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
@@ -229,11 +229,17 @@ class LoopPair(NamedTuple):
     @property
     def numbers(self) -> int | None:
         """Position, among what the backward loop scans over, of the number of a turn; None if it writes nothing in place."""
-        return (
-            _number_of(self.pull, scan_counts(self.backward), next(iter(self.in_place.values())))
-            if self.in_place
-            else None
-        )
+        stacks = sorted(self.in_place, key=lambda atom: is_on_host(atom.aval))
+        return self._number_of(self.in_place[stacks[0]]) if stacks else None
+
+    @property
+    def counts(self) -> set[int | None]:
+        """Positions of such numbers of turns that count slices on the host. XLA copies these without a kernel, while others run,
+        if it sees by constants that they follow one another."""
+        return {self._number_of(k) for atom, k in self.in_place.items() if is_on_host(atom.aval)}
+
+    def _number_of(self, k: int) -> int | None:
+        return _number_of(self.pull, scan_counts(self.backward), k)
 
     @property
     def writes(self) -> list[Any]:

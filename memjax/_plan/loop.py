@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from memjax._core.arrays import as_array, counted, zeros
+from memjax._core.arrays import as_array, zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
@@ -75,7 +76,6 @@ class Loop:
         self._slices = [(atom, var) for atom, var in operands[consts + carried :] if var in read_again]
         self._carried = [(pair.in_place[atom], var) for atom, var in self._slices if atom in pair.in_place]
         self._slices = [(atom, var) for atom, var in self._slices if atom not in pair.in_place]
-        self._types = [atom.aval for atom in pair.backward.invars]
         self.replaced = [pair.forward.outvars[i] for i in pair.residuals]
         again = set(pair.again)
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
@@ -159,8 +159,9 @@ class Loop:
         slices = read(values, [atom for atom, _ in others])
 
         number, rows = self.pair.numbers, own[consts + carried :]
-        if number is not None:
-            rows[number] = counted(rows[number], self._types)
+        rows = [
+            np.arange(row.shape[0], dtype=row.dtype) if i in self.pair.counts else row for i, row in enumerate(rows)
+        ]
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
@@ -265,19 +266,19 @@ class Loop:
             body = self._bodies[part]
 
             def one(state: Any, inputs: Any, body: _Body = body) -> Any:
-                (carry, buffers), (i, kept) = state, inputs
-                slices = _mapped(lambda array: at(array, i), xs)
+                (carry, buffers), (i, count, kept) = state, inputs
+                slices = _mapped(lambda array: at(array, count if isinstance(array, np.ndarray) else i), xs)
                 carry, ys, extra = turn(body, carry, slices if given is None else (*slices, kept))
                 written = [lax.dynamic_update_index_in_dim(b, y, i, 0) for b, y in zip(buffers, ys, strict=True)]
                 return (carry, written), extra
 
             places = jnp.arange(firsts[part], firsts[part] + self._turns[part])
-            places = counted(places, self._types, firsts[part])
+            counts = firsts[part] + np.arange(self._turns[part], dtype=places.dtype) if self.pair.counts else places
             saved: Arrays = []
             if given is not None:
                 carry, saved = _apart(state[0], given[part], self._turns[part])
                 state = carry, state[1]
-            state, extras[part] = lax.scan(one, state, (places, saved), **settings)
+            state, extras[part] = lax.scan(one, state, (places, counts, saved), **settings)
         return [*state[0], *state[1]], extras
 
 

@@ -1,5 +1,7 @@
 """State of an optimizer in the memory of the host: a step moves it to the device and back, under `memjax.jit` layer by layer."""
 
+import dataclasses
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -71,16 +73,24 @@ def test_on_gpus_it_is_read_where_its_gradient_is_made(name):
         assert {"dot_general", "transpose"} & {flow.makers[gradient].primitive.name}
 
 
-def test_turns_are_numbered_by_constants():
-    """XLA:GPU copies slices of what is on the host without a kernel then, of which it sees that they follow one another."""
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_slices_on_the_host_are_numbered_by_constants(is_planned):
+    """XLA:GPU copies them without a kernel then, as it sees that they follow one another. Others are numbered as they were."""
     tx = OPTIMIZERS["float32"]
     params, state, x = begin(tx, jnp.float32)
-    for where, is_constant in ((on_host, True), (lambda state: state, False)):
-        step = memjax.jit(step_of(tx, moves=is_constant), budget="min", donate_argnums=(0, 1))
-        jaxpr = step.trace(params, where(state), x).jaxpr
+    for where, constants in ((on_host, 1), (lambda state: state, 0)):
+        jitted = lambda constants=constants, **how: memjax.jit(
+            step_of(tx, moves=bool(constants)), donate_argnums=(0, 1), **how
+        )
+        plan = jitted(budget="min").plan(params, where(state), x)
+        assert plan.updates_in_loops
+        if not is_planned:
+            plan = dataclasses.replace(plan, passes=(None,) * len(plan.passes))
+        jaxpr = jitted(plan=plan).trace(params, where(state), x).jaxpr
         loop = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][-1]
-        [numbers] = [atom for atom in loop.invars if atom.aval.dtype == jnp.uint32 and atom.aval.ndim == 1]
-        assert any(numbers in eqn.outvars for eqn in jaxpr.eqns) != is_constant
+        numbers = [atom for atom in loop.invars if atom.aval.dtype == jnp.uint32 and atom.aval.ndim == 1]
+        made = [atom for atom in numbers if any(atom in eqn.outvars for eqn in jaxpr.eqns)]
+        assert (len(numbers), len(made)) == (1 + constants, 1)
 
 
 def test_what_lies_on_the_host_takes_no_memory_of_a_device():

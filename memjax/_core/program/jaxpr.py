@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.arrays import anywhere, vary
+from memjax._core.arrays import anywhere, is_on_host, vary
 from memjax._core.compat import eval_jaxpr, lines, nested, parameters, primitive_name, scope, settings
-from memjax._core.program.dataflow import Dataflow, is_literal, renamed
+from memjax._core.program.dataflow import Dataflow, is_literal, read_by, renamed
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -61,6 +61,7 @@ def bind(eqn: Any, values: Sequence[Any], *, marked: bool = False) -> list[Any]:
     return outs if (after := _after.get()) is None else after(eqn.outvars, outs)
 
 
+_SLICES = "dynamic_slice", "dynamic_update_slice"
 After = Callable[[Sequence[Any], list[Any]], list[Any]]
 """From the results of an equation, as variables and values, to values in their place."""
 _after: ContextVar[After | None] = ContextVar("memjax_after_equations", default=None)
@@ -158,6 +159,14 @@ def evaluate(
     env = program.given(inputs)
     evaluate_in(program.eqns, env)
     return read(env, program.outvars)
+
+
+def counts_of_host(loop: Any) -> list[int]:
+    """Positions, among the operands of a scan, of the numbers of slices of arrays on the host that its turns read or write."""
+    body = as_closed(loop.params["jaxpr"]).jaxpr
+    slices = [eqn for eqn in body.eqns if eqn.primitive.name in _SLICES and is_on_host(eqn.invars[0].aval)]
+    numbers = {var for var in read_by(slices) if not var.aval.shape}
+    return [i for i, var in enumerate(body.invars) if var in numbers]
 
 
 def evaluate_in(eqns: Iterable[Any], env: dict[Any, Any]) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import numpy as np
 
-from memjax._core.arrays import counted, is_float
+from memjax._core.arrays import is_float
 from memjax._core.compat import derivatives, name_stack, parameters
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import Device, array_bytes, kind_of
 from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
-from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
+from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, counts_of_host, read, trace
 from memjax._jit.derivatives.inner import computed_again
 from memjax._jit.derivatives.passes import StepPasses, levels_of, passes_of
 from memjax._plan.batch.some_edges import with_some_edges
@@ -220,12 +221,13 @@ class Body:
             env |= zip(eqn.outvars, outs, strict=True)
 
     def _counted(self, loop: Any, values: Arrays) -> Arrays:
-        """The operands of a loop, the numbers of turns among them as it needs them."""
-        made, types = self._program.flow.makers, [atom.aval for atom in loop.invars]
-        is_count = [
-            not is_literal(atom) and atom in made and made[atom].primitive.name == "iota" for atom in loop.invars
-        ]
-        return [counted(value, types) if is_one else value for value, is_one in zip(values, is_count, strict=True)]
+        """The operands of a loop, those constant that number its turns and by which it reads or writes slices on the host."""
+        made, counts = self._program.flow.makers, counts_of_host(loop)
+        is_count = lambda i, atom: (
+            i in counts and not is_literal(atom) and atom in made and made[atom].primitive.name == "iota"
+        )
+        number = lambda value: np.arange(value.shape[0], dtype=value.dtype)
+        return [number(v) if is_count(i, a) else v for i, (a, v) in enumerate(zip(loop.invars, values, strict=True))]
 
     def _evaluating(self, body: Body, acting: Acting) -> Callable[..., Arrays]:
         return lambda *inputs: body.evaluate(inputs, acting)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from memjax._core.arrays import is_on_host
 from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.check import readable_bytes
 from memjax._core.compat import derivatives, eval_jaxpr, name_stack, scan_counts
@@ -248,6 +249,8 @@ class _InLoop:
         begin = _waiting(begin, read(env, self._first))
         state = begin, read(env, [*self._written])
         numbers = jnp.arange(loop.params["length"], dtype=jnp.uint32)  # of signed ones a slice would ask the sign
+        # Those of slices on the host are other ones, as they become constants: see `LoopPair.counts`.
+        counts = [jnp.arange(loop.params["length"], dtype=jnp.uint32)] if any(map(_is_on_host, self._written)) else []
 
         def turn(state: Any, row: Any) -> Any:
             return self._turn(env, fixed, state, row)
@@ -255,7 +258,7 @@ class _InLoop:
         (carry, written), (left, others) = lax.scan(
             turn,
             state,
-            (numbers, rows, read(env, self._slices)),
+            (numbers, counts, rows, read(env, self._slices)),
             length=loop.params["length"],
             reverse=loop.params["reverse"],
             unroll=loop.params["unroll"],
@@ -270,11 +273,15 @@ class _InLoop:
     def _turn(self, env: dict[Any, Any], fixed: Arrays, state: Any, row: Any) -> Any:
         """One turn: the state that the loop carries and the stacked arrays, and slices of what is stacked."""
         update, loop = self._update, self._update.loop
-        (carry, stacks), (self._number, rows, slices) = state, row
+        (carry, stacks), (self._number, counts, rows, slices) = state, row
         consts, carried = scan_counts(loop)
-        here = {
-            var: lax.dynamic_slice(b, _place(b, self._number), (1, *b.shape[1:]))
+        places = [
+            _place(b, counts[0] if _is_on_host(var) else self._number)
             for var, b in zip(self._written, stacks, strict=True)
+        ]
+        here = {
+            var: lax.dynamic_slice(b, place, (1, *b.shape[1:]))
+            for var, b, place in zip(self._written, stacks, places, strict=True)
         }
         here |= zip(self._slices, (one[None] for one in slices), strict=True)
         others = iter(rows)
@@ -292,8 +299,8 @@ class _InLoop:
             raise _NotMovedError(loop, error) from error
         new = dict(zip(update.makes, barrier(results) if self._waits else results, strict=True))
         stacks = [
-            lax.dynamic_update_slice(b, new[out], _place(b, self._number))
-            for b, out in zip(stacks, self._written.values(), strict=True)
+            lax.dynamic_update_slice(b, new[out], place)
+            for b, out, place in zip(stacks, self._written.values(), places, strict=True)
         ]
         left = [made[var] for var in self._left[carried:]]
         kept = {*self._written.values()}
@@ -321,6 +328,10 @@ def _waiting(begin: Arrays, first: Arrays) -> Arrays:
         return begin
     waited, *_ = joint_barrier([begin[0], *first])
     return [waited, *begin[1:]]
+
+
+def _is_on_host(var: Any) -> bool:
+    return is_on_host(var.aval)
 
 
 def _place(stack: Any, number: Any) -> list[Any]:
