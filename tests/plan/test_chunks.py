@@ -124,7 +124,7 @@ def test_little_is_there_at_once():
 
 
 def test_chunks_by_hand_take_no_less_memory():
-    """The plan has chunks of eight steps, too. It keeps all states between chunks, as the code by hand does."""
+    """The plan has chunks of eight steps, too. It keeps nearly all states between chunks: the code by hand keeps all."""
     args = parameters(jnp.float32), *data(160, 16, jnp.float32)
 
     def by_hand(p, x, labels):
@@ -142,7 +142,7 @@ def test_chunks_by_hand_take_no_less_memory():
     budget = gradient.lower(*args).compile().memory_analysis().temp_size_in_bytes
     plan = memjax.plan(plain, *args, budget=budget, allow=ALLOW)
     assert plan.tiled[0].tile == 8
-    assert not any(one.in_blocks and one.in_blocks.slots for one in plan.stretches)
+    assert all(one.in_blocks.slots > 15 for one in plan.stretches if one.in_blocks and one.in_blocks.slots)
 
 
 def test_gradients_of_shared_values_are_summed_in_float32():
