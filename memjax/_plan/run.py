@@ -32,6 +32,7 @@ from memjax._plan.loop import Loop, constants_in
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
+from memjax._plan.solve.transposed import read_transposed
 
 Env = dict[Any, Any]
 
@@ -113,6 +114,8 @@ class Run:
         program, backward, flow = derivative.forward, derivative.backward, derivative.forward.flow
         self._inputs = {*program.invars, *program.constvars}
         self._is_cpu = chain.rates.platform == "cpu"
+        # Not in loops: XLA:CPU compiles some small ones as one function, and aborts if there is a barrier in it.
+        self._written = read_transposed(backward.flow) if self._is_cpu else set[Any]()
         self._made_early = _MADE_EARLY.get(chain.rates.platform, _MADE_EARLY_ELSEWHERE)
         there = set(map(id, backward.eqns))
         constants = constants_in((program, backward))
@@ -270,7 +273,9 @@ class Run:
                     values = read(_Both(env, turn), eqn.invars)
                     if eqn.primitive.name in self._made_early:
                         values = barrier(values)
-                    env |= zip(eqn.outvars, bind(eqn, values), strict=True)
+                    made = bind(eqn, values)
+                    made = made if self._written.isdisjoint(eqn.outvars) else barrier(made)
+                    env |= zip(eqn.outvars, made, strict=True)
             cts.update(made_by(eqns))
         return read(_Both(env, known), backward.outvars)
 

@@ -5,10 +5,13 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 
+import memjax
+from memjax._plan.budget import known
 from memjax._plan.budget.decide import _decide
 from memjax._plan.budget.known import Known, key_of
 from memjax._plan.budget.plans import Plans
 from memjax._plan.memory.layout import Layout
+from memjax._plan.run import KeepAll
 from memjax._plan.solve.chain import peak_of
 from memjax._plan.solve.leaner import leaner
 from tests.plan.test_bytes import LAYERS, ROWS, WIDTH, array, chain
@@ -150,3 +153,24 @@ def test_a_way_between_keeps_less_where_the_compiler_takes_most(monkeypatch):
         assert decided.nbytes <= decided.budget
         assert plans.seconds[1] < decided.seconds < plans.seconds[0] / 1.02
         assert len(decided.tries) <= 6
+
+
+def test_keeping_everything_is_not_compiled_where_what_is_kept_takes_too_much(monkeypatch):
+    """A plan that runs next to nothing again is as fast, so that all would be kept if it fitted."""
+
+    def loss(ws, x):
+        for w in ws:
+            y = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True))
+            x = x + jax.nn.silu(y @ w) * y
+        return jnp.sum(x**2)
+
+    args = [array(4 * WIDTH, 4 * WIDTH)] * 8, array(ROWS, 4 * WIDTH)
+    gradient = jax.jit(jax.value_and_grad(loss), compiler_options=memjax.remat_compiler_options("cpu"))
+    plain = gradient.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    compiled, measure = [], known.compiled_bytes
+    monkeypatch.setattr(known, "compiled_bytes", lambda run, *rest: compiled.append(run) or measure(run, *rest))
+    for share, is_compiled in ((0.7, False), (1.0, True)):
+        known.forget()
+        compiled.clear()
+        memjax.plan(loss, *args, budget=int(share * plain))
+        assert any(isinstance(run, KeepAll) for run in compiled) == is_compiled

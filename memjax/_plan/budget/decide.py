@@ -324,6 +324,8 @@ def _without_a_plan(program: Known, plans: Plans, chosen: Try, tries: Sequence[T
     """
     if program.chain.loops or plans.seconds[chosen.number] > _AS_FAST * plans.seconds[plans.count - 1]:
         return None
+    if program.all_kept > _UNSURE * budget:  # compiling it would tell nothing
+        return None
     # A step that is worth compiling as it is was compiled before its parts were planned.
     nbytes = None if program.is_part and not program.knows_all_kept else program.step_bytes(())
     if nbytes is None or nbytes > budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 
 from memjax._core.meshes import device_of, platform_of
 from memjax._core.program import costs
+from memjax._core.program.dataflow import Dataflow, variables
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices, stretches
 from memjax._plan.derivative import Passes
@@ -113,6 +115,16 @@ class Known:
     def predicted(self, key: Key) -> int:
         """Temporary bytes of a plan as the model alone has them; `stretches` was called for it."""
         return self._predicted[(False, *key[1:])]
+
+    @functools.cached_property
+    def all_kept(self) -> int:
+        """Predicted bytes of what lies between the passes where everything is kept."""
+        passes = self.chain.derivative
+        flow, results = Dataflow([*passes.forward.eqns, *passes.backward.eqns]), passes.backward.outvars
+        written = costs.stored(flow, [*variables(passes.outputs), *variables(results)], self.chain.rates.platform)
+        names, kept = flow.names, passes.forward.flow.place.keys() & passes.backward.flow.outside.keys()
+        found = {names.get(var, var) for var in kept & written}
+        return self.layout.local(sum(map(costs.array_bytes, found & passes.forward.flow.place.keys())))
 
     @property
     def knows_all_kept(self) -> bool:
