@@ -28,6 +28,7 @@ from memjax._plan.early.ended import in_loop, with_ends
 from memjax._plan.early.turns import Early, early, in_one
 from memjax._plan.solve.concatenations import late_concatenations
 from memjax._plan.solve.pools import with_indices
+from memjax._plan.solve.ties import with_orders
 
 
 class Passes:
@@ -61,20 +62,21 @@ class Passes:
 
     @property
     def in_plans(self) -> Passes:
-        """The passes as plans run them: `with_indices`, in loops as well. The same each time."""
+        """The passes as plans run them: `with_indices` and `with_orders`, in loops as well. The same each time."""
         found = self._in_plans
         if found is None or found[0] is not self.forward or found[1] is not self.backward:
-            self._in_plans = found = self.forward, self.backward, self._with_indices()
+            self._in_plans = found = self.forward, self.backward, self._as_planned()
         found[2].in_use, found[2].around = self.in_use, self.around  # which are noted later
         return found[2]
 
-    def _with_indices(self) -> Passes:
-        inside = [with_indices(pair.program, pair.pull, self.axes) for pair in self.loops]
-        pairs = list(zip(self.loops, inside, strict=True))
-        forward, backward = with_indices(self.forward, self.backward, self.axes)
-        if backward is self.backward and all(b is pair.pull for pair, (_, b) in pairs):
+    def _as_planned(self) -> Passes:
+        changed = lambda forward, backward: with_orders(*with_indices(forward, backward, self.axes))
+        inside = [(pair, *changed(pair.program, pair.pull)) for pair in self.loops]
+        forward, backward = changed(self.forward, self.backward)
+        same = all(a is pair.program and b is pair.pull for pair, a, b in inside)
+        if same and forward is self.forward and backward is self.backward:
             return self
-        return self.with_loops(forward, backward, [pair._replace(program=a, pull=b) for pair, (a, b) in pairs])
+        return self.with_loops(forward, backward, [pair._replace(program=a, pull=b) for pair, a, b in inside])
 
     @property
     def loops(self) -> list[LoopPair]:
