@@ -41,7 +41,7 @@ class Config:
     bandwidth: float = 3.35e12
     """Bytes a second of the device's memory: an H100's."""
     peers: tuple[str, ...] = PEERS
-    """Of other libraries."""
+    """Optimizers of other libraries, which are timed after these."""
     name: str = "optimizer_state"
 
 

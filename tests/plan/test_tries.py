@@ -72,11 +72,11 @@ def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeyp
     program = uncompiled(found)
     middle, most = (found.frontier[at][0] for at in (len(found.frontier) // 2, -1))
     _decide(program, middle)
-    assert True in tried
+    assert any(tried)  # one of the plans that were compiled runs in steps
     tried.clear()
     assert _decide(program, 2 * most).compiled_nbytes is None
     assert tried
-    assert True not in tried
+    assert not any(tried)
 
 
 def narrow_loss(ws, x):

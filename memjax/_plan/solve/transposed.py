@@ -1,7 +1,8 @@
-"""Values that products read transposed, and XLA:CPU would compute within that copy, for each of its elements out of order.
+"""Values that a product reads transposed, and that are written to memory first.
 
-Copies of what lies in memory are faster. A value that others read, too, takes no more memory if it is written first: what it is
-made of is gone then.
+XLA:CPU copies such an operand for the product. It computes an elementwise value within this copy, element by element and out of
+order. To copy an array that is in memory is faster. If others read the value as well, this takes no more memory: the arrays that
+it is computed from are freed once it is written.
 """
 
 from __future__ import annotations
