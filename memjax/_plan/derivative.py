@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from memjax._plan.early.turns import Early, early, in_one
 from memjax._plan.solve.concatenations import late_concatenations
 from memjax._plan.solve.pools import with_indices
 from memjax._plan.solve.ties import with_orders
+from memjax._plan.tile.fission import with_fission
 
 
 class Passes:
@@ -58,25 +60,29 @@ class Passes:
     around: int = 0
     axes: Mapping[str, int] = MappingProxyType({})
     _found: tuple[Program, Program, list[LoopPair]] | None = None
-    _in_plans: tuple[Program, Program, Passes] | None = None
+    _in_plans: tuple[str, Program, Program, Passes] | None = None
 
-    @property
-    def in_plans(self) -> Passes:
-        """The passes as plans run them: `with_indices` and `with_orders`, in loops as well. The same each time."""
+    def in_plans(self, platform: str) -> Passes:
+        """The passes as plans run them on a platform: `with_indices` and `with_orders`, in loops as well, and there
+        `with_fission`. The same each time."""
         found = self._in_plans
-        if found is None or found[0] is not self.forward or found[1] is not self.backward:
-            self._in_plans = found = self.forward, self.backward, self._as_planned()
-        found[2].in_use, found[2].around = self.in_use, self.around  # which are noted later
-        return found[2]
+        now = platform, self.forward, self.backward
+        if found is None or found[0] != platform or not all(map(operator.is_, found[1:3], now[1:])):
+            self._in_plans = found = *now, self._as_planned(platform)
+        found[3].in_use, found[3].around = self.in_use, self.around  # which are noted later
+        return found[3]
 
-    def _as_planned(self) -> Passes:
-        changed = lambda forward, backward: with_orders(*with_indices(forward, backward, self.axes))
-        inside = [(pair, *changed(pair.program, pair.pull)) for pair in self.loops]
+    def _as_planned(self, platform: str) -> Passes:
+        divided = lambda program: with_fission(program, self.axes, platform)
+        changed = lambda forward, backward: map(divided, with_orders(*with_indices(forward, backward, self.axes)))
         forward, backward = changed(self.forward, self.backward)
-        same = all(a is pair.program and b is pair.pull for pair, a, b in inside)
+        left = set(map(id, (*forward.eqns, *backward.eqns)))
+        pairs = [pair for pair in self.loops if {id(pair.forward), id(pair.backward)} <= left]
+        loops = [pair._replace(program=a, pull=b) for pair in pairs for a, b in [changed(pair.program, pair.pull)]]
+        same = all(a.program is b.program and a.pull is b.pull for a, b in zip(loops, pairs, strict=True))
         if same and forward is self.forward and backward is self.backward:
             return self
-        return self.with_loops(forward, backward, [pair._replace(program=a, pull=b) for pair, a, b in inside])
+        return self.with_loops(forward, backward, loops)
 
     @property
     def loops(self) -> list[LoopPair]:

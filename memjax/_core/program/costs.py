@@ -87,7 +87,7 @@ _AMD_GPU = _OTHER_GPU._replace(platform="rocm")
 # Measured on a core: a product of 256 x 64 by 64 x 192 126 us; a softmax over 0.1 MB 40 to 110 us, an activation of 0.2 MB times
 # another array 70 us; over eight times as much 520 to 700 us and 690 to 920 us.
 _CPU = Device("cpu", 5e10, 5e10, 2e10, 1e-6, 1e10, "cpu")
-_GPUS = ("gpu", "cuda", "rocm")
+GPUS = ("gpu", "cuda", "rocm")
 
 
 class InLoop(NamedTuple):
@@ -164,12 +164,12 @@ def device(of: Any = None) -> Device:
 
 def in_turns(rates: Device) -> Device:
     """The rates in turns of loops: on a GPU graphs start their kernels. Fitted to gradients of an LSTM and a GRU on an H100."""
-    return rates._replace(start=1.7e-6, small=1.1e-6, turn=1.8e-6, copy=1.3e-6) if rates.platform in _GPUS else rates
+    return rates._replace(start=1.7e-6, small=1.1e-6, turn=1.8e-6, copy=1.3e-6) if rates.platform in GPUS else rates
 
 
 def in_loop(platform: str) -> InLoop:
     """The rates in loops on a platform, as JAX calls it."""
-    return _IN_LOOP.get("gpu" if platform in _GPUS else platform, _IN_LOOP_ELSEWHERE)
+    return _IN_LOOP.get("gpu" if platform in GPUS else platform, _IN_LOOP_ELSEWHERE)
 
 
 def rows_of_tile(platform: str) -> Rows:

@@ -45,7 +45,7 @@ def _digest(derivative: Passes) -> str:
     names: dict[Any, str] = {}
     parts: list[str] = [str(derivative.wrt), str(derivative.outs), *(["blocks"] if derivative.of_blocks else [])]
     # Not the equations of these passes: what finds the indices of a pool may be a kernel on GPUs.
-    parts += ["in plans"] if derivative.in_plans is not derivative else []
+    parts += ["in plans"] if derivative.in_plans("cpu") is not derivative else []
     for program in (derivative.forward, derivative.backward):
         parts += _equations(program.eqns, names)
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]

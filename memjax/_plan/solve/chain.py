@@ -71,7 +71,7 @@ class Chain:
         solved: bool = True,
         whole: Chain | None = None,
     ):
-        self.derivative, self.rates = derivative, rates = derivative.in_plans, rates
+        self.derivative, self.rates = derivative, rates = derivative.in_plans(rates.platform), rates
         self._offload, self._compress = offload, compress
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)

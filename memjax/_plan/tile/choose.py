@@ -14,6 +14,7 @@ from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Tiled
+from memjax._plan.tile.fission import may_be_divided
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
@@ -95,6 +96,11 @@ class Program:
         """The alternatives for the first recurrence: one for each chunk size, the largest first."""
         return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in self.tiling.chunks_of(one)]
 
+    @functools.cached_property
+    def is_faster_in_chunks(self) -> bool:
+        """Whether a loop of the first recurrence may be divided in chunks, which may take less time than the whole then."""
+        return any(may_be_divided(loop, self._platform) for loop in self.tiling.loops_of(self.chunks[0]))
+
 
 def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[str]) -> Plan:
     """The plan of the program, or of what it is with parts of it tiled.
@@ -126,7 +132,9 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         raise ValueError(f"{refused}{_hint(program, allow)}")
     for tiled in program.choices(layout.devices):
         if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
-            break
+            may_be_faster = bool(best.stretches) and tiled[0] in program.chunks and program.is_faster_in_chunks
+            if not may_be_faster:
+                continue
         plan, message = attempt(tiled)
         refused = message or refused
         if plan is not None and (best is None or measure(plan) < measure(best)):

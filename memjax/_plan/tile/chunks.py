@@ -7,6 +7,7 @@ the chunks share, parameters that is, gets its gradients summed over chunks in f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, axis_sizes, bind, calls_in_place, trace
 from memjax._core.program.primitives import CUSTOM_CALLS, TRACED_CUSTOM_CALLS
 from memjax._core.tiles import with_size
+from memjax._plan.tile.fission import TURNS, divided
 from memjax._plan.tile.recurrences import Recurrence, carried, is_loop
 from memjax._plan.tile.resized import Resized
 
@@ -92,6 +94,10 @@ def _with_rule(
 
     run.defvjp(keep, back)
     return lambda values, _: run(values)
+
+
+def _any_length(run: Callable[[Arrays], Arrays], values: Arrays, _: int) -> Arrays:
+    return run(values)
 
 
 class Parts(NamedTuple):
@@ -171,6 +177,9 @@ class InChunks:
             self._run: Resized = _Chunk(program, states, out_states, region.length, platform)
         else:
             self._run = Resized(program, states, out_states, region.length, platform, _rule, marked=True)
+            for eqn in region.loops:  # the passes are two already
+                if (run := divided(eqn, platform)) is not None:
+                    self._run.calls[eqn.outvars[0]] = functools.partial(_any_length, run)
 
     @property
     def reads(self) -> list[Any]:
@@ -229,7 +238,8 @@ class InChunks:
         def steps(state: tuple[Arrays, Arrays], tiles: Arrays) -> tuple[tuple[Arrays, Arrays], Arrays]:
             carry, sums = state
             values = [one.astype(value.dtype) for one, value in zip(wide, common, strict=True)]
-            found = self._run([*values, *tiles, *carry])
+            with jax.named_scope(TURNS):
+                found = self._run([*values, *tiles, *carry])
             outs, ends = found[:number], found[number:]
             new = [a + b.astype(a.dtype) for a, b in zip(sums, pick(outs, is_sum), strict=True)]
             made = [

@@ -104,6 +104,10 @@ class Tiling:
         """Turns of a chunk of a recurrence that are worth a try, the largest first."""
         return self._recurrences[what.equation].chunks
 
+    def loops_of(self, what: Tiled) -> list[Any]:
+        """The loops of a recurrence."""
+        return self._recurrences[what.equation].loops
+
     def _chunked(self, what: Tiled) -> InChunks | None:
         if (region := self._recurrences.get(what.equation)) is None:
             return None
