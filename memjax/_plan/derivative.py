@@ -73,16 +73,18 @@ class Passes:
         return found[3]
 
     def _as_planned(self, platform: str) -> Passes:
-        divided = lambda program: with_fission(program, self.axes, platform)
-        changed = lambda forward, backward: map(divided, with_orders(*with_indices(forward, backward, self.axes)))
-        forward, backward = changed(self.forward, self.backward)
-        left = set(map(id, (*forward.eqns, *backward.eqns)))
-        pairs = [pair for pair in self.loops if {id(pair.forward), id(pair.backward)} <= left]
-        loops = [pair._replace(program=a, pull=b) for pair in pairs for a, b in [changed(pair.program, pair.pull)]]
-        same = all(a.program is b.program and a.pull is b.pull for a, b in zip(loops, pairs, strict=True))
-        if same and forward is self.forward and backward is self.backward:
-            return self
-        return self.with_loops(forward, backward, loops)
+        of = self
+        forward, backward = (with_fission(one, self.axes, platform) for one in (self.forward, self.backward))
+        if forward is not self.forward or backward is not self.backward:
+            of = copy.copy(self)
+            of.forward, of.backward = forward, backward  # with loops of their own
+        changed = lambda forward, backward: with_orders(*with_indices(forward, backward, self.axes))
+        inside = [(pair, *changed(pair.program, pair.pull)) for pair in of.loops]
+        forward, backward = changed(of.forward, of.backward)
+        same = all(a is pair.program and b is pair.pull for pair, a, b in inside)
+        if same and forward is of.forward and backward is of.backward:
+            return of
+        return of.with_loops(forward, backward, [pair._replace(program=a, pull=b) for pair, a, b in inside])
 
     @property
     def loops(self) -> list[LoopPair]:

@@ -12,6 +12,7 @@ as without.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,20 +38,38 @@ _ADDITIONS = "add", "add_any"
 
 
 def with_fission(program: Program, axes: Mapping[str, int], platform: str) -> Program:
-    """The body of a loop over chunks with each loop over a chunk's steps divided; itself if it has none.
+    """The program with each loop over the steps of a chunk divided, in the bodies of loops as well; itself if it has none.
 
     Args:
-      program: the body, or that of the backward pass.
+      program: a pass of a derivative.
       axes: sizes of the named axes around it.
       platform: of the device, as JAX calls it.
     """
     eqns = []
     for eqn in program.eqns:
-        parts = divided(eqn, platform) if eqn.primitive.name == "scan" and TURNS in scope(eqn) else None
-        eqns += [eqn] if parts is None else _equations(parts, eqn, axes)
-    if len(eqns) == len(program.eqns):
+        if eqn.primitive.name != "scan":
+            eqns.append(eqn)
+        elif TURNS in scope(eqn):
+            parts = divided(eqn, platform)
+            eqns += [eqn] if parts is None else _equations(parts, eqn, axes)
+        else:
+            eqns.append(_with_body(eqn, axes, platform))
+    if len(eqns) == len(program.eqns) and all(map(operator.is_, eqns, program.eqns)):
         return program
     return Program(program.constvars, program.consts, program.invars, program.outvars, eqns)
+
+
+def _with_body(eqn: Any, axes: Mapping[str, int], platform: str) -> Any:
+    """The loop with its body as `with_fission` makes it."""
+    closed = as_closed(eqn.params["jaxpr"])
+    body = calls_in_place(closed, differentiable=False)
+    changed = with_fission(body, axes, platform)
+    if changed is body:
+        return eqn
+    jaxpr = closed.jaxpr.replace(
+        constvars=changed.constvars, invars=changed.invars, outvars=changed.outvars, eqns=changed.eqns
+    )
+    return eqn.replace(params={**eqn.params, "jaxpr": type(closed)(jaxpr, changed.consts)})
 
 
 def _equations(run: Callable[[Arrays], Arrays], eqn: Any, axes: Mapping[str, int]) -> list[Any]:

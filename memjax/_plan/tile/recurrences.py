@@ -20,7 +20,7 @@ _FEWEST_TURNS = 8
 _FEWEST_STEPS = 32
 _FEWEST_IN_CHUNK = 8  # steps
 _WORTH = 2  # times what goes in and comes out: less is not worth chunks
-CHUNKS = (4, 16, 64)
+CHUNKS = (4, 16, 32, 64)
 """How many there are."""
 _OF_CONSTANTS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
 
