@@ -136,12 +136,11 @@ def test_one_product_is_left_in_the_loop_of_the_backward_pass(name):
 
 def test_sums_of_narrow_products_keep_the_precision_of_the_sum():
     """A turn adds a product in bfloat16 to a sum in float32: no turn is lost in a larger sum, and the sum is not rounded."""
-    [a] = weights((64, 4, 4), dtype=jnp.bfloat16)
+    a, w = weights((64, 4, 4), (4, 4), dtype=jnp.bfloat16)
 
     def step(state, a):
         h, total = state
-        h = jnp.tanh(h @ a)
-        return (h, total + (a @ a).astype(jnp.float32)), None
+        return (jnp.tanh(h @ w), total + (a @ a).astype(jnp.float32)), None
 
     start = jnp.zeros((2, 4), jnp.bfloat16), jnp.full((4, 4), 100, jnp.float32)
     loop, values = loop_in(lambda start, a: lax.scan(step, start, a), start, a)
@@ -154,6 +153,13 @@ def test_sums_of_narrow_products_keep_the_precision_of_the_sum():
 def no_product_follows_from_the_state(s, x):
     """Linear attention: the state is larger than what goes into a turn."""
     return s + x[:, :, None] * x[:, None, :], jnp.einsum("bi,bij->bj", x, s)
+
+
+def weights_of_each_turn(h, x):
+    """A loop over layers."""
+    w = jnp.concatenate([x, x[:1]])
+    h = jnp.tanh(h @ w)
+    return h, (h, x @ w)
 
 
 def nothing_to_divide(h, x):
@@ -176,6 +182,7 @@ def with_an_effect(h, x):
     ("step", "start"),
     [
         (no_product_follows_from_the_state, (BATCH, WIDTH, WIDTH)),
+        (weights_of_each_turn, (BATCH, WIDTH)),
         (nothing_to_divide, (BATCH, WIDTH)),
         (with_a_gather, (BATCH, WIDTH)),
         (with_an_effect, (BATCH, WIDTH)),

@@ -125,8 +125,22 @@ class _Parts(NamedTuple):
 
 
 def may_be_divided(eqn: Any, platform: str) -> bool:
-    """Whether a scan, or its derivative, may be left with fewer products a turn on a platform."""
-    return platform in GPUS and any(one.primitive.name == _PRODUCT for one in as_closed(eqn.params["jaxpr"]).jaxpr.eqns)
+    """Whether a scan, or that of its derivative, may be left with fewer products a turn on a platform."""
+    body = as_closed(eqn.params["jaxpr"]).jaxpr
+    return platform in GPUS and _is_recurrent(body.eqns, body.invars[: scan_counts(eqn)[0]])
+
+
+def _is_recurrent(eqns: Sequence[Any], weights: Sequence[Any]) -> bool:
+    """Whether there is a product with weights that all turns share. Loops without are bound by memory: those over layers, which
+    have weights of their own, or those whose states are larger than what goes into a turn."""
+    shared = set(weights)
+    for eqn in eqns:
+        reads = [atom in shared for atom in eqn.invars if not is_literal(atom)]
+        if eqn.primitive.name == _PRODUCT and any(reads):
+            return True
+        if eqn.primitive.name in VIEWS and all(reads):
+            shared.update(eqn.outvars)
+    return False
 
 
 def divided(eqn: Any, platform: str) -> Callable[[Arrays], Arrays] | None:
@@ -166,12 +180,9 @@ def _divide(body: Program, consts: int, carried: int) -> _Parts | None:
         return None
     reads = {*read_by(after), *wanted} - made_by(after).keys()
     stacked = [var for var in (*of_core, *states) if var in reads]
-    is_recurrent = any(
-        eqn.primitive.name == _PRODUCT for eqn in core
-    )  # others are bound by memory, and states may be large
     has_products = bool(before) or any(eqn.primitive.name == _PRODUCT for eqn in after)
     has_products = has_products or any(one.product is not None for one in sums.values())
-    if not is_recurrent or not (has_products or len(stacked) < len(ys)):
+    if not _is_recurrent(core, body.invars[:consts]) or not (has_products or len(stacked) < len(ys)):
         return None
     hoisted = [var for var in made_before if var in reads or var in read_by(core)]
     return _Parts(before, core, after, hoisted, stacked, sums)
