@@ -95,7 +95,8 @@ CALLS_OF_ONE_BODY = (CALLS - CUSTOM_CALLS.keys()) | {"shard_map", "custom_vmap_c
 # What moves values. A view has the elements of its one operand, in the same order but for a transposition.
 REPLICATIONS = frozenset(("pvary", "pcast"))
 NAMES = frozenset(("name", "CheckpointName", "CheckpointNameFwd"))
-RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "copy"))
+RENAMING = frozenset(("reshape", "squeeze", "expand_dims"))  # of one array, whose bytes stay where they are
+RESHAPES = RENAMING | {"copy"}
 VIEWS = RESHAPES | {"transpose", "convert_element_type"}
 BARRIER = "optimization_barrier"
 ALIASES = RESHAPES | NAMES | REPLICATIONS | {BARRIER}

@@ -19,7 +19,7 @@ from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program
-from memjax._core.program.primitives import expensive
+from memjax._core.program.primitives import RENAMING, expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import LoopPair, Passes
@@ -118,6 +118,16 @@ class Chain:
         self.places: list[list[int]] = [[] for _ in range(n)]  # `_places` asks for segments
         self.places = self._places(n)
 
+    @functools.cached_property
+    def _results(self) -> list[Any]:
+        """Cotangents of the inputs, and what these are other names of: both are in the memory of results."""
+        backward = self.derivative.backward
+        found = dict.fromkeys(variables(backward.outvars))
+        for eqn in reversed(backward.eqns):
+            if eqn.primitive.name in RENAMING and eqn.outvars[0] in found:
+                found |= {var: None for var in variables(eqn.invars) if var in backward.flow.place}
+        return list(found)
+
     def _places(self, n: int) -> list[list[int]]:
         """For each piece the bytes of the arrays that may lie in the memory of results."""
         results = set(variables(self.derivative.backward.outvars)) - self.derivative.in_use
@@ -144,7 +154,7 @@ class Chain:
             crossing=[var for var in made if late(var)],
             entering=self.alive[b],
             leaving=self.alive[a],
-            results=variables(self.derivative.backward.outvars),
+            results=self._results,
             primal=[eqn for eqn in eqns if id(eqn) in self._is_primal],
             outputs=variables(self.derivative.outputs),
             places=sorted(size for piece in self.places[a:b] for size in piece),

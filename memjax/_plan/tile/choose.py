@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from memjax._plan.batch.passes import with_edges_of
 from memjax._plan.budget.decide import decide
-from memjax._plan.budget.stretches import loop_plan
+from memjax._plan.budget.known import Allowed, known
 from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
@@ -18,8 +19,6 @@ from memjax._plan.tile.fission import may_be_divided
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
-
-_TWICE = 2.05  # runs of a loop, about two
 
 
 class Program:
@@ -86,10 +85,9 @@ class Program:
         return [*self.tiling.found, *self.tiling.recurrences, *self.edges]
 
     def choices(self, devices: int = 1) -> list[tuple[Tiled, ...]]:
-        """What can be tiled: edges; the largest alone, and all; and the first recurrence in chunks of several sizes."""
+        """What can be tiled, but for chunks of time: edges; the largest alone, and all."""
         found, edges = tuple(self.tiling.found), tuple(self.edges) if devices == 1 else ()
-        chunks = [(one,) for one in self.chunks]
-        return list(dict.fromkeys(part for part in (edges, found[:1], found, *chunks) if part))
+        return list(dict.fromkeys(part for part in (edges, found[:1], found) if part))
 
     @property
     def chunks(self) -> list[Tiled]:
@@ -99,7 +97,9 @@ class Program:
     @functools.cached_property
     def is_faster_in_chunks(self) -> bool:
         """Whether a loop of the first recurrence may be divided in chunks, which may take less time than the whole then."""
-        return any(may_be_divided(loop, self._platform) for loop in self.tiling.loops_of(self.chunks[0]))
+        return any(
+            may_be_divided(loop, self._platform) for one in self.chunks[:1] for loop in self.tiling.loops_of(one)
+        )
 
 
 def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[str]) -> Plan:
@@ -116,43 +116,74 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
     """
     if budget == "device":
         budget = free_bytes(program.types, program.derivative(), layout)
+    search = _Search(program, layout, budget, Allowed("compress" in allow, "offload" in allow))
+    search.attempt(())
+    if "tile" in allow:
+        for tiled in program.choices(layout.devices):
+            if search.is_fast:
+                break
+            search.attempt(tiled)
+        if not search.is_fast or (search.recomputes and program.is_faster_in_chunks):
+            search.attempt_chunks()
+    if search.best is None:
+        raise ValueError(search.refused if "tile" in allow else f"{search.refused}{_hint(program, allow)}")
+    return search.best
 
-    def attempt(tiled: Sequence[Tiled]) -> tuple[Plan | None, str]:
-        derivative, compress, offload = program.derivative(tiled), "compress" in allow, "offload" in allow
+
+class _Search:
+    """The search for the best plan, of the program or of what it is with parts of it tiled.
+
+    Attributes:
+      best: the plan so far.
+      refused: why the last of those that do not fit does not.
+    """
+
+    def __init__(self, program: Program, layout: Layout, budget: int | str, allowed: Allowed):
+        self._program, self._layout, self._budget, self._allowed = program, layout, budget, allowed
+        self.best: Plan | None = None
+        self.refused = ""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the plan takes about as long as keeping everything."""
+        return self.best is not None and self._budget != "min" and self.best.seconds <= _PAYS * self.best.plain_seconds
+
+    @property
+    def recomputes(self) -> bool:
+        return self.best is not None and bool(self.best.stretches)
+
+    def attempt(self, tiled: tuple[Tiled, ...]) -> bool:
+        """Make the plan with these parts tiled; whether it is better."""
+        derivative = self._program.derivative(tiled)
         try:
-            return decide(derivative, program.types, layout, budget, compress=compress, offload=offload), ""
+            plan = decide(derivative, self._program.types, self._layout, self._budget, **self._allowed._asdict())
         except ValueError as error:
-            return None, str(error)
+            self.refused = str(error)
+            return False
+        measure = lambda plan: plan.nbytes if self._budget == "min" else plan.seconds
+        if self.best is not None and measure(plan) >= measure(self.best):
+            return False
+        self.best = dataclasses.replace(plan, tiled=tiled)
+        return True
 
-    measure = lambda plan: plan.nbytes if budget == "min" else plan.seconds
-    best, refused = attempt(())
-    if "tile" not in allow:
-        if best is not None:
-            return best
-        raise ValueError(f"{refused}{_hint(program, allow)}")
-    for tiled in program.choices(layout.devices):
-        if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
-            may_be_faster = bool(best.stretches) and tiled[0] in program.chunks and program.is_faster_in_chunks
-            if not may_be_faster:
-                continue
-        plan, message = attempt(tiled)
-        refused = message or refused
-        if plan is not None and (best is None or measure(plan) < measure(best)):
-            best = dataclasses.replace(plan, tiled=tiled)
-            if tiled[0] in program.chunks and budget != "min" and not _runs_more_than_twice(best):
-                break  # smaller chunks take longer
-    if best is None:
-        raise ValueError(refused)
-    return best
+    def attempt_chunks(self) -> None:
+        """Make plans for the first recurrence in chunks, those first that are predicted to fit and to be fast."""
+        seconds = {one: 0.0 if self._budget == "min" else self._predicted((one,)) for one in self._program.chunks}
+        for one in sorted(seconds, key=lambda one: seconds[one]):
+            if self.best is not None and self._budget != "min" and seconds[one] >= self.best.seconds:
+                break
+            if self.attempt((one,)) and self._budget != "min":
+                break  # others are predicted to take longer
 
-
-def _runs_more_than_twice(plan: Plan) -> bool:
-    """Whether a loop runs forwards more than twice: of chunks, the states between them are too many for the budget."""
-    loops = [loop_plan(stretch, is_early=False) for stretch in plan.stretches if stretch.in_blocks is not None]
-    return any(loop is not None and loop.forward_runs > _TWICE for loop in loops)
+    def _predicted(self, tiled: tuple[Tiled, ...]) -> float:
+        """The seconds that a plan is predicted to take; infinite: none is predicted to fit."""
+        one = known(self._program.derivative(tiled), self._program.types, self._layout, self._allowed)
+        assert isinstance(self._budget, int)
+        fitting = [more for nbytes, more in one.frontier if nbytes <= self._budget]
+        return one.base_seconds + min(fitting, default=math.inf)
 
 
 def _hint(program: Program, allow: Sequence[str]) -> str:
-    found = program.choices()
+    found = [*program.choices(), *((one,) for one in program.chunks)]
     names = ", ".join(f'"{name}"' for name in dict.fromkeys(("recompute", *allow, "tile")))
     return f"; allow=({names}) takes {described(found[-1])} away" if found else ""
