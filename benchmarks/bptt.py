@@ -146,11 +146,7 @@ def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for budget in options.budgets:
         yield "memjax", f"budget {budget}", with_scan(remat.scan, budget=budget)
     for budget in options.budgets:
-        yield (
-            "planned",
-            f"planned, budget {budget}",
-            memjax.planned(with_scan(lax.scan), budget=budget, allow=("recompute", "tile")),
-        )
+        yield "planned", f"planned, budget {budget}", memjax.planned(with_scan(lax.scan), budget=budget)
     for slots in options.slots:
         yield "memjax", f"hidden, {slots} slots", with_scan(remat.scan, slots=slots, strategy="hidden")
         yield "memjax", f"mixed, {slots} slots", with_scan(remat.scan, slots=slots)

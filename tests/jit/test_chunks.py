@@ -59,7 +59,7 @@ def initial(dtype=float):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("count", [4, 7])
+@pytest.mark.parametrize(("length", "tile", "tile_of_pairs"), [(70, 14, 7), (74, 18, 9)])
 @pytest.mark.parametrize(
     "f",
     [
@@ -72,14 +72,14 @@ def initial(dtype=float):
     ],
     ids=["reverse", "two", "batch first", "pieces", "normalized", "accumulated"],
 )
-def test_steps_are_those_of_the_whole(f, count):
-    """Whether chunks divide the number of steps, 70, or not."""
-    args = initial(), *data(batch=4)
+def test_steps_are_those_of_the_whole(f, length, tile, tile_of_pairs):
+    """Whether the number of steps can be divided by a number like a quarter of it, or not."""
+    args = initial(), *data(length, batch=4)
     closed = jax.make_jaxpr(f)(*args)
-    body = Body(closed, TileOn("cpu", chunks=count))
+    body = Body(closed, TileOn("cpu", chunks=4))
     [chunks] = body.tiled
-    assert chunks.length == (35 if "pieces" in str(f) else 70)
-    assert chunks.tile == chunks.length // count
+    pairs = "pieces" in str(f)  # of steps are a turn
+    assert (chunks.length, chunks.tile) == ((length // 2, tile_of_pairs) if pairs else (length, tile))
     equal(jax.jit(lambda *args: body.evaluate(args, {}))(*jax.tree.leaves(args)), jax.tree.leaves(jax.jit(f)(*args)))
 
 

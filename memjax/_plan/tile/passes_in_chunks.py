@@ -19,7 +19,6 @@ from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.result import Tiled
 from memjax._plan.tile.chunks import InChunks, Parts
-from memjax._plan.tile.fission import may_be_divided
 from memjax._plan.tile.recurrences import Grown, Recurrence, is_loop, is_outermost, is_worth_chunks
 from memjax._plan.tile.rewrite import in_order
 
@@ -51,7 +50,7 @@ def with_chunks(
     picked: list[InChunks] = []
     inside: dict[int, Program] = {}
     found: list[Tiled] = []
-    for both in _recurrences(program, levels, platform):
+    for both in _recurrences(program, levels):
         chunk = both.forward.chunk(count)
         try:
             runs = _in_chunks(both, chunk, platform) if chunk else []
@@ -76,7 +75,7 @@ def with_chunks(
     return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), found
 
 
-def _recurrences(program: Program, levels: Sequence[int], platform: str) -> list[_Both]:
+def _recurrences(program: Program, levels: Sequence[int]) -> list[_Both]:
     """Those with both passes in a program that do not overlap and are worth chunks; in order."""
     found: list[_Both] = []
     sources, taken = Sources(program), set[int]()
@@ -85,9 +84,7 @@ def _recurrences(program: Program, levels: Sequence[int], platform: str) -> list
         if id(eqn) in taken or not is_forward or not is_loop(eqn):
             continue
         both = _both(program, sources, levels, i)
-        if both is None or not taken.isdisjoint(map(id, both.eqns)):
-            continue
-        if _is_worth(program, both) or any(may_be_divided(loop, platform) for loop in both.forward.loops):
+        if both is not None and taken.isdisjoint(map(id, both.eqns)) and _is_worth(program, both):
             taken.update(map(id, both.eqns))
             found.append(both)
     return found

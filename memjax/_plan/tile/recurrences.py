@@ -15,14 +15,13 @@ from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import ELEMENTWISE
-from memjax._plan.tile.fission import may_be_divided
 
 _FEWEST_TURNS = 8
 _FEWEST_STEPS = 32
-_FEWEST_IN_CHUNK = 4  # steps
+_FEWEST_IN_CHUNK = 8  # steps
 _SHORTER = 2  # times at most, for chunks that divide the length
 _WORTH = 2  # times what goes in and comes out: less is not worth chunks
-CHUNKS = (4, 16, 32, 64, 128, 256)
+CHUNKS = (4, 16, 32, 64)
 """How many there are."""
 _OF_CONSTANTS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
 
@@ -83,11 +82,8 @@ class Recurrence(NamedTuple):
         return [turns for count in CHUNKS if (turns := self.chunk(count))]
 
 
-def recurrences(program: Program, platform: str) -> list[Recurrence]:
-    """Those of a program, straight lines of equations, that do not overlap; in order.
-
-    A loop alone is one as well where its turns may be divided on the platform, as JAX calls it.
-    """
+def recurrences(program: Program) -> list[Recurrence]:
+    """Those of a program, straight lines of equations, that do not overlap; in order."""
     found: list[Recurrence] = []
     sources, taken = Sources(program), set[int]()
     for i, eqn in enumerate(program.eqns):
@@ -97,7 +93,7 @@ def recurrences(program: Program, platform: str) -> list[Recurrence]:
         if region is None or not taken.isdisjoint(map(id, region.eqns)):
             continue
         moved = sum(array_bytes(var) for var, _ in region.mapped) + sum(map(array_bytes, region.outs))
-        if is_worth_chunks(region.nbytes, moved) or any(may_be_divided(loop, platform) for loop in region.loops):
+        if is_worth_chunks(region.nbytes, moved):
             taken.update(map(id, region.eqns))
             found.append(region)
     return found

@@ -72,7 +72,7 @@ class Tiling:
                 self.found.append(what)
         moving = self._program.flow.depending(pick(self._program.invars, wrt or [True] * len(self._types)))
         self._fixed = {var for var in (*self._program.invars, *made_by(self._program.eqns)) if var not in moving}
-        self._recurrences = {} if is_body else {one.seed: one for one in recurrences(self._program, platform)}
+        self._recurrences = {} if is_body else {one.seed: one for one in recurrences(self._program)}
         self.recurrences = [one for one in map(self._in_chunks, self._recurrences.values()) if one is not None]
         self._bodies = {} if is_body else self._tilings_of_bodies()
         self.found += [one._replace(loop=loop) for loop, body in self._bodies.items() for one in body.found]
