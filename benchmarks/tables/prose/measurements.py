@@ -35,9 +35,14 @@ def scanned() -> str:
 
 
 def chunks() -> str:
-    rows = [row for row in load("recurrent")[1] if row["way"] == "by hand"]
-    assert min(row["ratio"] for row in rows) > 1.3
-    return "that costs a third more"
+    rows = load("recurrent")[1]
+    by_hand = [row["ratio"] for row in rows if row["way"] == "by hand"]
+    (jit,) = (row for row in rows if row["way"] == "jit" and row["share"] == 0.07)
+    assert max(by_hand) / min(by_hand) < 1.2
+    return (
+        f"Chunks by hand take {min(by_hand):.2f} to {max(by_hand):.2f} of the time without. `memjax.jit` takes {jit['ratio']:.2f} at "
+        f"{jit['of_plain']:.1%} of the memory"
+    )
 
 
 def gradients_of_head() -> str:
