@@ -40,8 +40,8 @@ def chunks() -> str:
     (jit,) = (row for row in rows if row["way"] == "jit" and row["share"] == 0.07)
     assert max(by_hand) / min(by_hand) < 1.2
     return (
-        f"Chunks by hand take {min(by_hand):.2f} to {max(by_hand):.2f} of the time without. `memjax.jit` takes {jit['ratio']:.2f} at "
-        f"{jit['of_plain']:.1%} of the memory"
+        f"Chunks by hand take {min(by_hand):.2f} to {max(by_hand):.2f} of the time without. `memjax.jit` takes "
+        f"{jit['ratio']:.2f} at {jit['of_plain']:.1%} of the memory"
     )
 
 
