@@ -194,6 +194,16 @@ def test_other_loops_stay_as_they_are(step, start):
     assert divided(loop, "gpu") is None
 
 
+def test_loops_in_a_shard_map_stay_as_they_are():
+    step, _, xs = case("gru")
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, "batch")
+    run = jax.shard_map(lambda xs: lax.scan(step, xs[0], xs)[1], mesh=mesh, in_specs=spec, out_specs=spec)
+    [inside] = jax.make_jaxpr(run)(xs).jaxpr.eqns
+    [loop] = [eqn for eqn in inside.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
+    assert divided(loop, "gpu") is None
+
+
 def test_nothing_is_divided_on_a_cpu():
     step, start, xs = case("gru")
     loop, _ = loop_in(lambda start, xs: lax.scan(step, start, xs), start, xs)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import scan_counts, scope
+from memjax._core.compat import scan_counts, scope, varying
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import GPUS, array_bytes
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
@@ -154,7 +154,8 @@ def divided(eqn: Any, platform: str) -> Callable[[Arrays], Arrays] | None:
     if eqn.effects or platform not in GPUS:
         return None
     body = calls_in_place(as_closed(eqn.params["jaxpr"]), differentiable=False)
-    if body.consts or any(one.effects for one in body.eqns):
+    # Within a `jax.shard_map` stacks would have to be told the axes over which they vary.
+    if body.consts or any(one.effects or any(varying(out.aval) for out in one.outvars) for one in body.eqns):
         return None
     parts = _divide(body, *scan_counts(eqn))
     return None if parts is None else _Divided(eqn, body, parts)
