@@ -42,9 +42,9 @@ def lstm(p, state, x):
 
 def with_everything(p, state, x):
     """Sums of products, of small and of whole numbers, what is carried as it is, and outputs that are the same in all turns."""
-    h, total, count, squares, same = state
+    h, total, count, squares, same, biases = state
     new = jnp.tanh(h @ p[1][:, :WIDTH] + x @ p[0][:, :WIDTH])
-    state = new, total + (x.T @ new).T, 1 + count, (h * h).sum(0) + squares, same
+    state = new, total + (x.T @ new).T, 1 + count, (h * h).sum(0) + squares, same, biases + p[2]
     return state, (h, jnp.float32(2), same, p[2], new @ p[0], x)
 
 
@@ -77,7 +77,7 @@ def inner_loop(run, values):
 
 def case(name):
     zeros, square = jnp.zeros((BATCH, WIDTH)), jnp.ones((WIDTH, WIDTH))
-    states = zeros, square, jnp.int32(4), jnp.ones(WIDTH), jnp.arange(3)
+    states = zeros, square, jnp.int32(4), jnp.ones(WIDTH), jnp.arange(3), jnp.zeros(WIDTH)
     return {
         "gru": lambda: recurrent(gru, 3, zeros + 0.5),
         "lstm": lambda: recurrent(lstm, 4, (zeros, zeros + 1)),

@@ -202,15 +202,15 @@ def _sum_at(body: Program, j: int, states: Sequence[Any], rows: Sequence[Any]) -
     if not is_alone or len(others) != 1 or state in results or results.count(out) > 1:
         return None
     [added] = others
+    turns = {*states, *rows}
+    changes = lambda atom: not is_literal(atom) and not turns.isdisjoint([atom, *read_by(flow.needed([atom]))])
     views, product = list[Any](), flow.makers.get(added)
     while product is not None and product.primitive.name in _LINEAR_VIEWS:
         views += [product] if product.primitive.name == "transpose" else []
         product = None if is_literal(product.invars[0]) else flow.makers.get(product.invars[0])
     if product is None or product.primitive.name != _PRODUCT:
         is_small = array_bytes(added) <= max(map(array_bytes, rows), default=0)
-        return _Sum([added]) if is_small else None
-    turns = {*states, *rows}
-    changes = lambda atom: not is_literal(atom) and not turns.isdisjoint([atom, *read_by(flow.needed([atom]))])
+        return _Sum([added]) if is_small and changes(added) else None
     if not is_float(product.outvars[0].aval) or not all(map(changes, product.invars)):
         return None
     return _Sum(list(product.invars), product, views)
