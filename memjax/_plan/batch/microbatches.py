@@ -22,6 +22,7 @@ from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.positions.bodies import row
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shared
+from memjax._core.program.cpu_convolutions import convolution_for_loops, is_slow_in_loops
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
@@ -58,7 +59,7 @@ class _Part(Resized):
         self, program: Program, states: Sequence[State], out_states: Sequence[State], length: int, platform: str
     ):
         super().__init__(program, states, out_states, length, platform, rule, marked=True)
-        walk = Walk(length, True, rule)
+        walk, self._is_on_cpu = Walk(length, True, rule), platform == "cpu"
         self.first: Any = 0  # of the examples that it is run for
         for eqn in self._program.eqns:
             outs = [self._states[out] for out in eqn.outvars]
@@ -74,6 +75,9 @@ class _Part(Resized):
 
     def bind(self, eqn: Any, values: Sequence[Any]) -> Arrays:
         try:
+            if self._is_on_cpu and is_slow_in_loops(eqn):
+                with self.scope(eqn):
+                    return [convolution_for_loops(eqn, *values)]
             return super().bind(eqn, values)
         except (TypeError, ValueError) as error:
             raise reason(eqn, "names sizes that are not known to follow the batch") from error
