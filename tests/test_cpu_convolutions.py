@@ -78,7 +78,7 @@ def step(w, images, labels):
     return jax.tree.map(jnp.subtract, w, jax.grad(loss)(w))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"], ids=["there", "elsewhere"])
 def test_microbatches_have_none_that_is_slow_on_a_cpu(platform):
     keys = jax.random.split(jax.random.key(0), 2)
     w = jax.random.normal(keys[0], (8, 3, 3, 3)), jax.random.normal(keys[1], (8, 5))
