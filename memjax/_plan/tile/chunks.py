@@ -7,7 +7,6 @@ the chunks share, parameters that is, gets its gradients summed over chunks in f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,11 +92,11 @@ def _with_rule(
         return (merge(found, [None] * (len(wrt) - len(found)), wrt),)
 
     run.defvjp(keep, back)
+    return _for_any_length(run)
+
+
+def _for_any_length(run: Callable[[Arrays], Arrays]) -> Callable[[Arrays, int], Arrays]:
     return lambda values, _: run(values)
-
-
-def _any_length(run: Callable[[Arrays], Arrays], values: Arrays, _: int) -> Arrays:
-    return run(values)
 
 
 class Parts(NamedTuple):
@@ -179,7 +178,7 @@ class InChunks:
             self._run = Resized(program, states, out_states, region.length, platform, _rule, marked=True)
             for eqn in region.loops:  # the passes are two already
                 if (run := divided(eqn, platform)) is not None:
-                    self._run.calls[eqn.outvars[0]] = functools.partial(_any_length, run)
+                    self._run.calls[eqn.outvars[0]] = _for_any_length(run)
 
     @property
     def reads(self) -> list[Any]:
