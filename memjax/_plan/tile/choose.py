@@ -95,8 +95,8 @@ class Program:
         return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in self.tiling.chunks_of(one)]
 
     @functools.cached_property
-    def is_faster_in_chunks(self) -> bool:
-        """Whether a loop of the first recurrence may be divided in chunks, which may take less time than the whole then."""
+    def may_gain_from_chunks(self) -> bool:
+        """Whether chunks may take less time than the whole: a loop of the first recurrence may be divided in them."""
         return any(
             may_be_divided(loop, self._platform) for one in self.chunks[:1] for loop in self.tiling.loops_of(one)
         )
@@ -123,7 +123,7 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
             if search.is_fast:
                 break
             search.attempt(tiled)
-        if not search.is_fast or (search.recomputes and program.is_faster_in_chunks):
+        if not search.is_fast or (search.recomputes and program.may_gain_from_chunks):
             search.attempt_chunks()
     if search.best is None:
         raise ValueError(search.refused if "tile" in allow else f"{search.refused}{_hint(program, allow)}")

@@ -5,9 +5,8 @@ and weights of a recurrent layer. What nothing that is carried follows from does
 pass, and in the loop of the backward pass the products that make gradients of inputs and of weights. Sums over turns are sums
 over one more dimension, in one product. A loop of a recurrent layer is left with one product a turn.
 
-All of that is in memory for every turn of the loop, so that it is for loops over a chunk of the steps. And it is for GPUs, where
-a turn takes as long as starting its kernels does: 9 of a GRU, and of its derivative, in place of 26. A CPU takes as long with it
-as without.
+All of that is in memory for every turn of the loop, so only loops over a chunk of the steps are divided. And only GPUs gain: a
+turn there takes about as long as its kernels take to start, and a divided turn has fewer.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class _Sum(NamedTuple):
     """A state that is a sum: nothing reads it before the last turn.
 
     Attributes:
-      of: what is there for every turn: what a turn adds, or the operands of the product that it is.
-      product: that product, or None.
+      of: what is stacked over all turns. It is what a turn adds. Where that is a product, these are its two operands.
+      product: the equation of that product. None: a turn adds something else.
       views: transpositions of its result, the last one first.
     """
 
@@ -181,9 +180,9 @@ def _divide(body: Program, consts: int, carried: int) -> _Parts | None:
         return None
     reads = {*read_by(after), *wanted} - made_by(after).keys()
     stacked = [var for var in (*of_core, *states) if var in reads]
-    has_products = bool(before) or any(eqn.primitive.name == _PRODUCT for eqn in after)
-    has_products = has_products or any(one.product is not None for one in sums.values())
-    if not _is_recurrent(core, body.invars[:consts]) or not (has_products or len(stacked) < len(ys)):
+    is_product = lambda eqn: eqn is not None and eqn.primitive.name == _PRODUCT
+    moves_products = any(map(is_product, (*before, *after, *(one.product for one in sums.values()))))
+    if not _is_recurrent(core, body.invars[:consts]) or not (moves_products or len(stacked) < len(ys)):
         return None
     hoisted = [var for var in made_before if var in reads or var in read_by(core)]
     return _Parts(before, core, after, hoisted, stacked, sums)
