@@ -23,8 +23,10 @@ from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, merge, pick, spread
+from memjax._core.platforms import traced_device
 from memjax._core.program.jaxpr import with_axes
 from memjax._core.segments import Segments
+from memjax._core.wide_sums import in_wide_sums
 
 Body = Callable[[Arrays, Arrays], Arrays]
 """From shared arrays and tiles to tiles of results and summands of sums."""
@@ -104,8 +106,10 @@ class Tiles:
             return [*d_shared, *d_tiles]
 
         wanted = [*pick(shared, shared_wanted), *pick(arrays, arrays_wanted)]
+        sums = [i for i in range(count) if self._start(jax.typeof(wanted[i]), None)[1].dtype == jnp.float32]
+        platform = traced_device().platform
         found = self._tiled(
-            gradients,
+            lambda given, size: in_wide_sums(lambda given: gradients(given, size), sums, platform)(given),
             [*arrays, *pick(cotangents, is_nonzero)],
             [*self._in_axes, *pick(axes, is_nonzero)],
             list(map(jax.typeof, wanted)),

@@ -23,7 +23,7 @@ from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
 from memjax._core.program.dataflow import Dataflow, is_literal, read_by, renamed, variables
-from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace, without_dead_equations
 from memjax._core.program.primitives import CHECKPOINTS
 from memjax._plan.early.ended import in_loop, with_ends
 from memjax._plan.early.turns import Early, early, in_one
@@ -182,12 +182,6 @@ def with_copies(backward: Program, made: Collection[Any], axes: dict[str, int]) 
             eqns.append(copy)
             [outs[i]] = copy.outvars
     return Program(backward.constvars, backward.consts, backward.invars, outs, eqns)
-
-
-def without_dead_equations(program: Program) -> Program:
-    """The program without equations that no output depends on."""
-    eqns = program.flow.needed(program.outvars, always=program.flow.acting)
-    return Program(program.constvars, program.consts, program.invars, program.outvars, eqns)
 
 
 def without_checkpoints(closed: Any) -> Any:

@@ -215,6 +215,12 @@ class Program:
         return Program(self.constvars, self.consts, [*reads], [*makes], eqns)
 
 
+def without_dead_equations(program: Program) -> Program:
+    """The program without equations that no output depends on."""
+    eqns = program.flow.needed(program.outvars, always=program.flow.acting)
+    return Program(program.constvars, program.consts, program.invars, program.outvars, eqns)
+
+
 def instead(program: Program, names: dict[Any, Any]) -> Program:
     """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
     eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns]

@@ -16,11 +16,20 @@ from memjax._core.compat import derivatives, name_stack, parameters
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import Device, array_bytes, kind_of
 from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
-from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, counts_of_host, read, trace
+from memjax._core.program.jaxpr import (
+    Program,
+    as_closed,
+    axis_sizes,
+    bind,
+    calls_in_place,
+    counts_of_host,
+    read,
+    trace,
+    without_dead_equations,
+)
 from memjax._jit.derivatives.inner import computed_again
 from memjax._jit.derivatives.passes import StepPasses, levels_of, passes_of
 from memjax._plan.batch.some_edges import with_some_edges
-from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.run import Run
 from memjax._plan.tile.passes import TileOn, kept_whole, with_tiles

@@ -21,14 +21,22 @@ from memjax._core.check import readable_bytes
 from memjax._core.compat import derivatives, eval_jaxpr, name_stack, scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
-from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, inside, nbytes, read, trace
+from memjax._core.program.jaxpr import (
+    Program,
+    as_closed,
+    calls_in_place,
+    inside,
+    nbytes,
+    read,
+    trace,
+    without_dead_equations,
+)
 from memjax._jit.updates.fetches import fetches_of
 from memjax._jit.updates.found import TURNS, Update, elements_of_turn, updates
 from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._jit.updates.ready import ready, with_others
 from memjax._jit.updates.reasons import reasons
 from memjax._jit.updates.twice import twice
-from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.rewrite import in_order
 from memjax.compress._state.kernel_call import UPDATE, arithmetic, call_for_turn, can_run_turns
 

@@ -14,9 +14,8 @@ from jax.extend import core
 from memjax._core.barriers import joint_barrier
 from memjax._core.positions.walk import shape_of
 from memjax._core.program.dataflow import made_by, read_by, renamed
-from memjax._core.program.jaxpr import Program, trace
+from memjax._core.program.jaxpr import Program, trace, without_dead_equations
 from memjax._jit.updates.loops import backward_loops, gradients_of
-from memjax._plan.derivative import without_dead_equations
 
 
 def twice(program: Program, donated: Collection[Any]) -> Program | None:

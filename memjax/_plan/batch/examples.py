@@ -37,7 +37,7 @@ from memjax._core.positions.walk import (
 )
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
-from memjax._core.program.jaxpr import Program, calls_in_place
+from memjax._core.program.jaxpr import Program, calls_in_place, without_dead_equations
 from memjax._core.program.primitives import (
     CALLS,
     CALLS_OF_ONE_BODY,
@@ -49,7 +49,6 @@ from memjax._core.program.primitives import (
     expensive,
     is_attention,
 )
-from memjax._plan.derivative import without_dead_equations
 
 # They hold programs, which are not run for fewer examples. Loops and checkpoints are; calls are in place.
 _WITH_BODIES = (LOOPS | CALLS | CALLS_OF_ONE_BODY | TRACED_CUSTOM_CALLS | {"custom_linear_solve"}) - {"scan"}

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from memjax._core.compat import derivatives, name_stack
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import Program
+from memjax._core.program.jaxpr import Program, without_dead_equations
 from memjax._core.program.scopes import place_of
 from memjax._plan.batch.edges import Edges, edges_of
 from memjax._plan.batch.microbatches import Microbatches, run_as_program
-from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.rewrite import in_order
 

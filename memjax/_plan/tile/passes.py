@@ -14,9 +14,8 @@ from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import made_by, variables
-from memjax._core.program.jaxpr import Program, calls_in_place, trace
+from memjax._core.program.jaxpr import Program, calls_in_place, trace, without_dead_equations
 from memjax._core.program.scopes import place_of
-from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
 from memjax._plan.tile.rewrite import in_order, tiled_of

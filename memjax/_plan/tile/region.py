@@ -20,10 +20,10 @@ from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
 from memjax._core.program.dataflow import made_by
-from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace, without_dead_equations
 from memjax._core.segments import Segments, segments
 from memjax._core.tiles import Tiles, with_size
-from memjax._plan.derivative import Derivative, without_dead_equations
+from memjax._plan.derivative import Derivative
 from memjax._plan.tile.resized import Resized
 
 

@@ -24,9 +24,8 @@ from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, bind, inside
 from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
 from memjax._core.tiles import with_size
-from memjax._plan.derivative import without_dead_equations
+from memjax._core.wide_sums import with_wide_sums
 from memjax._plan.tile.one_hot import column_of, scattered
-from memjax._plan.tile.sums import with_wide_sums
 
 _TOGETHER = ELEMENTWISE | {"concatenate", "dynamic_update_slice", "sort"}
 _SCATTERS = SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}
@@ -64,7 +63,7 @@ class Resized:
         marked: bool = False,
     ):
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
-        program = without_dead_equations(with_wide_sums(program, sums, platform))
+        program = with_wide_sums(program, sums, platform)
         self._program, self.length, self._marked = program, length, marked
         self._states = Walk(length, True, rule).states(program, states)
         self._makers = program.flow.makers

@@ -16,9 +16,17 @@ from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed, shape_of
 from memjax._core.program.costs import array_bytes, rows_of_tile
 from memjax._core.program.dataflow import Dataflow, made_by, read_by, variables
-from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evaluate_in, read, trace
+from memjax._core.program.jaxpr import (
+    Program,
+    as_closed,
+    calls_in_place,
+    evaluate_in,
+    read,
+    trace,
+    without_dead_equations,
+)
 from memjax._core.program.scopes import place_of
-from memjax._plan.derivative import without_checkpoints, without_dead_equations
+from memjax._plan.derivative import without_checkpoints
 from memjax._plan.result import Tiled
 from memjax._plan.tile.chunks import InChunks
 from memjax._plan.tile.recurrences import Recurrence, recurrences

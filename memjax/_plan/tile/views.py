@@ -15,9 +15,8 @@ from jax.extend import core
 from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import shape_of
 from memjax._core.program.dataflow import is_literal, renamed
-from memjax._core.program.jaxpr import Program
+from memjax._core.program.jaxpr import Program, without_dead_equations
 from memjax._core.program.primitives import ELEMENTWISE, flops_of_product
-from memjax._plan.derivative import without_dead_equations
 
 
 def with_early_views(program: Program) -> Program:

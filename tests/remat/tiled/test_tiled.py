@@ -81,6 +81,17 @@ def test_sums_of_gradients_are_kept_in_float32_or_as_asked():
     assert gradient(sum_dtype=None) == 256  # where adding 1 changes nothing any more
 
 
+@pytest.mark.parametrize("use", [lambda w, x: x @ w, lambda w, x: x @ w + x @ w[::-1, ::-1]], ids=["one", "two"])
+def test_gradients_of_weights_are_rounded_once_for_all_tiles(use):
+    """Products of small integers: their sums are exact in float32."""
+    x, ct = (jnp.asarray(np.random.default_rng(i).integers(-8, 9, (1, 640, 4)), jnp.bfloat16) for i in range(2))
+    w = jnp.zeros((4, 4), jnp.bfloat16)
+    pulled = lambda f, w, x, ct: jax.vjp(lambda w: f(w, x), w)[1](ct)[0]
+    exact = pulled(use, *(a.astype(jnp.float32) for a in (w, x, ct)))
+    found = pulled(tiled(use, (None, 1), 1, tile=16), w, x, ct)
+    np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
+
+
 def test_what_it_closes_over_is_differentiated(x64):
     p, x = parameters(), normal(9, EXAMPLES, LENGTH, DIM)
     f = lambda p: tiled(lambda x: feed_forward(p, x), 1, 1, tile=5)(x)

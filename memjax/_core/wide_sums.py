@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal
-from memjax._core.program.jaxpr import Program
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, without_dead_equations
 
-_LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "add_any"}
+_LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "rev", "add_any"}
 
 
 def with_wide_sums(program: Program, positions: Collection[int], platform: str) -> Program:
@@ -50,8 +51,11 @@ def with_wide_sums(program: Program, positions: Collection[int], platform: str) 
         if name not in _LINEAR:
             return None
         operands = [wide(atom) for atom in eqn.invars]
-        if any(operand is None for operand in operands):
+        if all(operand is None for operand in operands):
             return None
+        operands = [
+            widened(atom) if operand is None else operand for atom, operand in zip(eqn.invars, operands, strict=True)
+        ]
         eqns.append(eqn.replace(invars=operands, outvars=[out]))
         return out
 
@@ -68,4 +72,19 @@ def with_wide_sums(program: Program, positions: Collection[int], platform: str) 
             and (new := wide(atom)) is not None
         ):
             outs[i] = new
-    return dataclasses.replace(program, eqns=eqns, outvars=outs)
+    return without_dead_equations(dataclasses.replace(program, eqns=eqns, outvars=outs))
+
+
+def in_wide_sums(
+    f: Callable[[Arrays], Arrays], positions: Collection[int], platform: str
+) -> Callable[[Arrays], Arrays]:
+    """`f` with those of its results at `positions` that are products in float32, as `with_wide_sums` has them."""
+
+    def run(arrays: Arrays) -> Arrays:
+        closed = jax.make_jaxpr(lambda *arrays: f(list(arrays)))(*arrays)
+        program = with_wide_sums(calls_in_place(closed, differentiable=True), positions, platform)
+        env = program.given(arrays)
+        evaluate_in(program.eqns, env)
+        return read(env, program.outvars)
+
+    return run
