@@ -172,10 +172,10 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
     labels = _local_labels(operands, options)
-    # Gradients are kept relative to the largest scale until the end: 1 / N does not fit beside them in
-    # float16.
-    norm = jnp.abs(scale).max()
-    relative = scale / jnp.where(norm == 0, 1.0, norm)
+    size = token_chunk(operands, options)
+    # Products are rounded as they are made where nothing is added to them, and nothing multiplies them.
+    narrow = x.dtype != jnp.float16
+    norm, relative = (None, scale) if narrow else _relative(scale)
 
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
         part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
@@ -191,13 +191,13 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
 
         new: dict[str, Any] = {"rows": jax.tree.map(put, carry["rows"], _result(total, options))}
         if "x" in wanted:
-            dx = matmul("nv,vd->nd", d, w, options, sums) * norm
-            new["x"] = put(carry["x"], dx)
+            dx = matmul("nv,vd->nd", d, w, options, x.dtype if narrow else sums)
+            new["x"] = put(carry["x"], dx if norm is None else dx * norm)
         if "w" in wanted:
             # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
             # 0 times NaN is NaN: tokens without a gradient are left out of the product.
             counted = jnp.where(weight[:, None] == 0, 0, x_chunk)
-            dw = head_gradient(d, counted, options, sums)
+            dw = head_gradient(d, counted, options, w.dtype if narrow and size >= x.shape[0] else sums)
             new["w"] = carry["w"] + dw if "w" in carry else dw
         if "bias" in wanted:
             db = d.sum(0, dtype=sums)
@@ -214,13 +214,19 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
         # dx is written over x, chunk by chunk: where x is not needed any more it takes no memory of its own.
         carry["x"] = x
     # The first chunk starts dW instead of adding to zeros: 4 D V bytes less to write.
-    carry = for_chunks(step, carry, x.shape[0], token_chunk(operands, options))
+    carry = for_chunks(step, carry, x.shape[0], size)
     rows = carry.pop("rows")
+    for name in {"w", "bias"} & carry.keys():
+        carry[name] = carry[name] if norm is None else carry[name] * norm
     if "w" in wanted:
-        carry["w"] = (carry["w"] * norm).astype(_saved(w.dtype))
-    if "bias" in wanted:
-        carry["bias"] = carry["bias"] * norm
+        carry["w"] = carry["w"].astype(_saved(w.dtype))
     return rows, carry
+
+
+def _relative(scale: Array) -> tuple[Array, Array]:
+    """The largest scale, and the scales relative to it. 1 / N does not fit beside float16's gradients: it comes at the end."""
+    norm = jnp.abs(scale).max()
+    return norm, scale / jnp.where(norm == 0, 1.0, norm)
 
 
 def _saved(dtype: Any) -> Any:
