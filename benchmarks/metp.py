@@ -3,7 +3,8 @@
 - memory: peak memory of a Transformer layer's forward and backward pass with each parallelism, in a process each;
 - overlap: time of a feed-forward layer's ring, of its matmuls alone and of its hops alone, against tokens per device, beside
   the predictions of `memjax.shard.overlap`;
-- attention: causal zigzag ring attention beside flash attention of the same number of tokens on one GPU.
+- attention: causal zigzag ring attention beside flash attention of the same number of tokens on one GPU;
+- feed_forward: a gated feed-forward layer beside the same layer on one GPU, with its share of the tokens and whole weights.
 
 Each writes a file, `benchmarks/results/metp_memory.json` for one, with `--steps 8` metp_overlap_8.json.
 
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 from benchmarks import record
-from benchmarks.cases import metp_overlap
+from benchmarks.cases import metp_feed_forward, metp_overlap
 from experiments.models import parallel
 from experiments.models.transformer import Layer, TransformerConfig, _specs
 from memjax.shard import baselines, metp_attention
@@ -45,7 +46,7 @@ class Config:
     dim: int = 4096
     heads: int = 32
     hidden: int = 11008
-    kinds: tuple[str, ...] = ("memory", "overlap", "attention")
+    kinds: tuple[str, ...] = ("memory", "overlap", "attention", "feed_forward")
     sizes: tuple[int, ...] = (2, 4)
     """GPUs of the rings whose memory is measured."""
     parallelisms: tuple[str, ...] = ("metp", "tp")
@@ -101,7 +102,7 @@ def main(config: Config) -> None:
             ]
             for job in jobs:
                 keep(job.result())
-    for kind in ("overlap", "attention"):
+    for kind in ("overlap", "attention", "feed_forward"):
         if kind in config.kinds and not late():
             keep(run(kind, most))
 
@@ -111,7 +112,13 @@ def case(case: dict) -> dict:
     devices = np.asarray(jax.devices()[: case["size"]]).reshape(1, -1)
     mesh = Mesh(devices, ("data", "ring"))
     case["steps"] = case["steps"] or case["size"]
-    return {"memory": _memory, "overlap": metp_overlap.measure, "attention": _attention}[case["kind"]](case, mesh)
+    kinds = {
+        "memory": _memory,
+        "overlap": metp_overlap.measure,
+        "attention": _attention,
+        "feed_forward": metp_feed_forward.measure,
+    }
+    return kinds[case["kind"]](case, mesh)
 
 
 def _memory(case: dict, mesh: Mesh) -> dict:

@@ -44,7 +44,7 @@ def measure(case: dict, mesh: Mesh) -> dict:
                     functions["matmuls"] = build(f, out)
                 functions["hops"] = build(functools.partial(_hops, back), rows)
             row: dict[str, Any] = {"tokens": tokens, "pass": name}
-            row |= {k: v * 1e3 for k, v in _in_turn(functions, case["repeats"], arrays).items()}
+            row |= {k: v * 1e3 for k, v in in_turn(functions, case["repeats"], arrays).items()}
             table.append(row | {"hidden": _hidden(row)})
             print(table[-1], file=sys.stderr, flush=True)
     both = [
@@ -135,7 +135,7 @@ def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Ar
     return seen + touch(sums)
 
 
-def _in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3) -> dict[str, float]:
+def in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3) -> dict[str, float]:
     """Seconds of a call of each function: medians over rounds of several calls in a row. Each begins while the first function
     runs, so that all see the clocks of a busy GPU."""
     warm = next(iter(functions.values()))
