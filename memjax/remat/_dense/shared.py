@@ -10,7 +10,7 @@ Three things make this cheap.
 
 * One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and
   switches the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth. Kernels
-  that take the number of channels at run time serve all layers with one body, and waste nothing.
+  that take the number of channels at run time serve all layers with one body, and waste nothing (`fused`).
 * A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
 * So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
   `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
@@ -19,8 +19,7 @@ Three things make this cheap.
 """
 
 import functools
-import math
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +27,18 @@ from jax import lax
 
 from memjax._core.arrays import accumulator, vary, varying_axes, zeros
 from memjax._core.barriers import barrier
-from memjax.remat._dense import triton, xla
+from memjax.remat._dense import fused, xla
+from memjax.remat._dense.late import put_off, through_norm
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
 from memjax.remat._dense.xla import conv3x3, conv3x3_backward
 
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
 # more work on channels that are switched off.
 _RUN_RATIO = 1.5
-_IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "triton": triton}
 
 
-def runs(spec: DenseSpec, implementation: str) -> list[tuple[int, int]]:
+def runs(spec: DenseSpec) -> list[tuple[int, int]]:
     """Layers as runs [start, stop) that share a loop body."""
-    if implementation == "triton":
-        return [(0, spec.num_layers)]
     result, start = [], 0
     for i in range(1, spec.num_layers + 1):
         if i == spec.num_layers or spec.channels(i) > _RUN_RATIO * spec.channels(start):
@@ -61,25 +58,24 @@ def shared(
     x,
 ):
     """Features (B, H, W, out_features) and the statistics used; the latter carry no gradient."""
-    features, statistics, _ = _forward(spec, False, implementation, params, running, key, x)
+    forward = fused.forward if implementation == "triton" else _forward
+    features, statistics, _ = forward(spec, False, params, running, key, x)
     return features, statistics
 
 
 def _vjp_forward(spec, keep, implementation, params, running, key, x):
-    features, statistics, z = _forward(spec, keep == "convolutions", implementation, params, running, key, x)
+    forward = fused.forward if implementation == "triton" else _forward
+    features, statistics, z = forward(spec, keep == "convolutions", params, running, key, x)
     return (features, statistics), (params, key, features, statistics, z)
 
 
 def _vjp_backward(spec, keep, implementation, saved, cotangents):
-    d_params, dx = _backward(spec, implementation, saved, cotangents[0])
-    return d_params, None, None, dx
+    backward: Any = fused.backward if implementation == "triton" else _backward
+    gradients, dx = backward(spec, *saved, cotangents[0])
+    return jax.tree.map(lambda p, g: g.astype(p.dtype), saved[0], gradients), None, None, dx
 
 
 shared.defvjp(_vjp_forward, _vjp_backward)
-
-
-def _window(x, start, width):
-    return lax.dynamic_slice_in_dim(x, start, width, axis=x.ndim - 1)
 
 
 def _write(x, update, start):
@@ -107,8 +103,7 @@ def _layer_arrays(spec, params, statistics, start, stop, wide):
     return jnp.arange(start, stop), arrays
 
 
-def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running, key, x):
-    operations = _IMPLEMENTATIONS[implementation]
+def _forward(spec: DenseSpec, save_z: bool, params, running, key, x):
     wide = accumulator(x.dtype)
     buffer = _write(zeros(jax.typeof(x).update(shape=(*x.shape[:-1], spec.out_features), weak_type=False)), x, 0)
     if spec.use_running_average:
@@ -124,7 +119,7 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
     def layer(width, carry, inputs):
         buffer, mean, var = carry
         i, arrays = inputs
-        new, batch2 = operations.convolve(spec, params, rows, buffer, mean, var, i, width)
+        new, batch2 = xla.convolve(spec, params, rows, buffer, mean, var, i, width)
         z = used2 = None
         if spec.bottleneck is not None:
             z, used2 = new, arrays["statistics"] if spec.use_running_average else batch2
@@ -139,7 +134,7 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
         return (buffer, mean, var), (z if save_z else None, used2)
 
     carry, kept = (buffer, mean, var), []
-    for start, stop in runs(spec, implementation):
+    for start, stop in runs(spec):
         body = functools.partial(layer, spec.channels(stop - 1))
         carry, ys = lax.scan(body, carry, _layer_arrays(spec, params, running, start, stop, wide))
         kept.append(ys)
@@ -153,9 +148,7 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
     return buffer, DenseStatistics(mean[:consumed], var[:consumed], mean2, var2), z
 
 
-def _backward(spec: DenseSpec, implementation: str, saved, d_features):
-    operations = _IMPLEMENTATIONS[implementation]
-    params, key, saved_features, statistics, z = saved
+def _backward(spec: DenseSpec, params, key, saved_features, statistics, z, d_features):
     # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
     saved_features, d_features = barrier((saved_features, d_features))
     dtype, wide = saved_features.dtype, accumulator(saved_features.dtype)
@@ -164,62 +157,49 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
     used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
     rows = _row_kernel(spec, params).astype(dtype)
 
-    def put_off(features, mean, var, total, start, width):
-        """The gradient of channels [start, start + width), all of whose consumers have run."""
-        gradient = _window(total.features, start, width)
-        if spec.use_running_average:
-            return gradient
-        inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
-        x_hat = (_window(features, start, width).astype(wide) - _window(mean, start, width)) * inverse
-        late = _window(total.mean_dy, start, width) + x_hat * _window(total.mean_dy_xhat, start, width)
-        return gradient - inverse * late
-
     def layer(width, total, inputs):
         i, arrays, z = inputs
         # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would
         # compute them once, ahead of it, and hold them. They have to depend on something that changes.
         features, mean, var, mean_dy = barrier((saved_features, used_mean, used_var, total.mean_dy))
         total = total._replace(mean_dy=mean_dy)
-        d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)
+        d_new = put_off(spec, features, mean, var, total[:3], spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
         d_layer = {}
         if spec.bottleneck is not None:
             if z is None:
-                z, _ = operations.convolve(spec, params, rows, features, mean, var, i, width)
-            d_new, d_layer = _bottleneck_backward(spec, operations, arrays, z, d_new)
-        total = operations.convolve_backward(spec, params, rows, features, mean, var, i, width, d_new, total)
+                z, _ = xla.convolve(spec, params, rows, features, mean, var, i, width)
+            d_new, d_layer = _bottleneck_backward(spec, arrays, z, d_new)
+        total = xla.convolve_backward(spec, params, rows, features, mean, var, i, width, d_new, total)
         return total, d_layer
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
     sums = [jnp.zeros(shape, wide) for shape in (*[spec.out_features] * 2, *[spec.rows] * 2, rows.shape)]
     total = xla.Gradients(d_features.astype(wide), *vary(sums, varying_axes(saved_features, d_features)))
     d_layers: list = []
-    for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
+    for (start, stop), kept in reversed(list(zip(runs(spec), z, strict=True))):
         index, arrays = _layer_arrays(spec, params, statistics, start, stop, wide)
         body = functools.partial(layer, spec.channels(stop - 1))
         total, d_layer = lax.scan(body, total, (index, arrays, kept), reverse=True)
         d_layers.insert(0, d_layer)
-    dx = put_off(saved_features, used_mean, used_var, total, 0, spec.in_features).astype(dtype)
+    dx = put_off(spec, saved_features, used_mean, used_var, total[:3], 0, spec.in_features).astype(dtype)
     if spec.bottleneck is None:
         gradients = DenseParams(total.scale1, total.bias1, None, None, None, total.kernel)
     else:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_layers)
         second = (joined["scale2"], joined["bias2"], joined["kernel2"])
         gradients = DenseParams(total.scale1, total.bias1, total.kernel, *second)
-    return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients), dx
+    return gradients, dx
 
 
-def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, arrays, z, d_new):
+def _bottleneck_backward(spec: DenseSpec, arrays, z, d_new):
     """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
     wide = accumulator(z.dtype)
-    count = math.prod(z.shape[:-1])
     mean, var = arrays["statistics"]
     inverse = lax.rsqrt(var + spec.epsilon)
     gain, bias = arrays["scale2"].astype(wide) * inverse, arrays["bias2"].astype(wide)
     hidden = norm_relu(z, mean, gain, bias)
     d_hidden, d_kernel2 = conv3x3_backward(hidden, arrays["kernel2"], d_new)
-    sum_dy, sum_dy_z = operations.normalise_backward_sums(z, d_hidden, mean, gain, bias)
-    dz = gain * jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
-    if not spec.use_running_average:
-        dz -= gain * (sum_dy / count + (z.astype(wide) - mean) * (sum_dy_z * jnp.square(inverse) / count))
-    return dz.astype(z.dtype), {"scale2": sum_dy_z * inverse, "bias2": sum_dy, "kernel2": d_kernel2}
+    sum_dy, sum_dy_z = xla.normalise_backward_sums(z, d_hidden, mean, gain, bias)
+    dz = through_norm(spec, z, hidden, d_hidden, mean, var, gain, (sum_dy, sum_dy_z))
+    return dz, {"scale2": sum_dy_z * inverse, "bias2": sum_dy, "kernel2": d_kernel2}

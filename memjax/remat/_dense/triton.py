@@ -2,26 +2,72 @@
 
 No kernel writes the normalised tensor. With c input channels, N outputs and M pixels, `convolve` reads M c features and
 writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per 32 channels, mostly from cache),
-and updates M c float32 gradients. The number of channels is read from memory at run time, so that one compiled kernel
-serves all layers of a block.
+and updates M c float32 gradients. The number of the layer is read from memory at run time, so that one compiled kernel
+serves all layers of a block. Kernels write into arrays of all layers in place.
 
 Sums over pixels are finished with atomics: their last bits differ from run to run.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
+from memjax._core.arrays import vary, varying_axes
 from memjax._core.platforms import capability_for_triton, no_jax_triton, traced_device
-from memjax.remat._dense.spec import DenseParams, DenseSpec
-from memjax.remat._dense.xla import Gradients
+from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
 
 _TILE = 64  # output columns of one matrix product
+_PROGRAMS = 528  # that passes over pixels are divided among: four for each multiprocessor
 
-# Pixels and channels per program, warps, stages and programs of `convolve_backward`; the fastest of six tried on an H200.
-_BACKWARD = (64, 32, 4, 3, 528)
+
+class Forward(NamedTuple):
+    """What the forward pass writes. C = out_features, L = layers, N = outputs of a bottleneck."""
+
+    features: Float[Array, "b h w C"]
+    mean: Float[Array, " C"]
+    var: Float[Array, " C"]
+    z: Float[Array, "L b h w N"] | None  # outputs of bottlenecks, where they are kept
+    mean2: Float[Array, "L N"]
+    var2: Float[Array, "L N"]
+    sums: tuple[Float[Array, "2 N"], Float[Array, "2 k"]]  # zero between kernels
+    counts: tuple[Int[Array, " 1"], Int[Array, " 1"]]  # of programs that have added to these; zero between kernels
+
+
+class Backward(NamedTuple):
+    """What the backward pass adds up, layer after layer, in float32. R = rows."""
+
+    features: Float[Array, "b h w C"]  # dy * gain over the layers so far
+    mean_dy: Float[Array, " C"]  # scale * mean(dy) over the layers so far: the part that is put off
+    mean_dy_xhat: Float[Array, " C"]  # scale * mean(dy * x_hat), likewise
+    scale1: Float[Array, " R"]
+    bias1: Float[Array, " R"]
+    kernel1: Float[Array, "R N"]
+    sum_dy: Float[Array, "L N"]  # of the second normalisation, over pixels
+    sum_dy_z: Float[Array, "L N"]  # of dy (z - mean)
+    kernel2: Float[Array, "L 3 3 N k"]
+
+
+class Settings(NamedTuple):
+    """How a kernel is divided: pixels and channels of a tile, warps, stages, and columns of outputs, or programs."""
+
+    pixels: int
+    channels: int
+    warps: int
+    stages: int
+    of: int
+
+
+def _forward_settings(pixels: int, outputs: int) -> Settings:
+    # Few pixels: more programs by giving each fewer rows.
+    block, warps = (128, 8) if pixels >= 128 * 256 else (64, 4)
+    return Settings(block, 64, warps, 3, outputs)
+
+
+def _backward_settings(pixels: int) -> Settings:
+    return Settings(64, 32, 4, 3, _PROGRAMS)  # the fastest of six tried on an H200
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
@@ -53,97 +99,168 @@ def _launch(name: str, *arrays, **settings):
     from memjax.remat._dense import triton_kernels
 
     settings["compute_capability"] = capability_for_triton()
-    return jax_triton.triton_call(*arrays, kernel=getattr(triton_kernels, name), **settings)
+    out = jax_triton.triton_call(*arrays, kernel=getattr(triton_kernels, name), **settings)
+    return vary(out, varying_axes(*arrays))
 
 
-def _sizes(spec: DenseSpec, rows, features) -> dict[str, Any]:
-    """Constants of the kernels: pixels, channels of the buffer, outputs, alignment, epsilon."""
-    channels = features.shape[-1]
-    return {
-        "M": features.size // channels,
-        "LD": channels,
-        "N": rows.shape[-1],
-        "ALIGN": _alignment(spec),
-        "EPSILON": spec.epsilon,
-    }
-
-
-def _where(spec: DenseSpec, layer):
-    """Channels of `layer` and its first row, in units of the alignment."""
-    unit = _alignment(spec)
-    return jnp.stack([spec.channels(layer) // unit, spec.offset(layer) // unit]).astype(jnp.int32)
+def _type(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width):
-    sizes = _sizes(spec, rows, features)
-    pixels, outputs = sizes["M"], sizes["N"]
-    # Few pixels: more programs by giving each fewer rows.
-    block, warps = (128, 8) if pixels >= 128 * 256 else (64, 4)
-    z, sums = _launch(
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _sizes(spec: DenseSpec, features: Any) -> dict[str, Any]:
+    """Constants of the kernels: pixels, channels of the buffer, of the input and of a layer, and their alignment."""
+    channels = features.shape[-1]
+    return {
+        "M": features.size // channels,
+        "LD": channels,
+        "IN": spec.in_features,
+        "GROWTH": spec.growth_rate,
+        "ALIGN": _alignment(spec),
+    }
+
+
+def convolve(spec: DenseSpec, params: DenseParams, rows, state: Forward, layer) -> tuple[Forward, Any]:
+    """The 1x1 convolution of a layer, and the mean and variance of its outputs unless running ones are used."""
+    statistics = not spec.use_running_average
+    written = (state.mean2, state.var2, state.sums[0], state.counts[0]) if statistics else ()
+    z, *found = _convolve(spec, params, rows, state.features, state.mean, state.var, layer, -1, state.z, written)
+    if statistics:
+        mean2, var2, sums, count = found
+        state = state._replace(mean2=mean2, var2=var2, sums=(sums, state.sums[1]), counts=(count, state.counts[1]))
+    if state.z is None:
+        return state, z
+    return state._replace(z=z), jax.lax.dynamic_index_in_dim(z, layer, 0, keepdims=False)
+
+
+def convolve_again(spec: DenseSpec, params: DenseParams, rows, features, mean, var, index):
+    """The output of the 1x1 convolution of the layer that is `index` before the last."""
+    return _convolve(spec, params, rows, features, mean, var, index, spec.num_layers - 1, None, ())[0]
+
+
+def _convolve(
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, number, last: int, z, written: tuple[Any, ...]
+) -> list[Any]:
+    """The output, or `z` with it in its place, and `written`: arrays for means, variances and what finds them, or nothing."""
+    sizes = _sizes(spec, features)
+    pixels, outputs = sizes["M"], rows.shape[-1]
+    how = _forward_settings(pixels, outputs)
+    grid = _ceil_div(pixels, how.pixels), _ceil_div(outputs, how.of)
+    one = jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype)
+    nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
+    out = _launch(
         "convolve",
-        *(features, mean, var, params.scale1, params.bias1, rows, _where(spec, layer)),
-        out_shape=(
-            jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype),
-            jax.ShapeDtypeStruct((2, outputs), jnp.float32),
-        ),
-        zeroed_outputs=(1,),
-        grid=(_ceil_div(pixels, block), 1),
-        num_warps=warps,
-        num_stages=3,
-        BM=block,
-        BK=64,
-        NT=_ceil_div(outputs, _TILE),
+        *(features, mean, var, params.scale1, params.bias1, rows, number),
+        *((features if z is None else z), *(written or (mean,) * 4)),
+        out_shape=[one if z is None else _type(z), *(map(_type, written) if written else [nothing] * 4)],
+        input_output_aliases={7 + i: i for i in range(5) if (z is not None if i == 0 else written)},
+        grid=grid,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        N=outputs,
+        PADDED=_power_of_two(outputs),
+        EPSILON=spec.epsilon,
+        LAST=last,
+        STACKED=z is not None,
+        STATISTICS=bool(written),
+        PROGRAMS=math.prod(grid),
+        BM=how.pixels,
+        BK=how.channels,
+        NT=_ceil_div(min(how.of, outputs), _TILE),
         **sizes,
     )
-    first, second = sums[0] / pixels, sums[1] / pixels
-    return z, (first, jnp.maximum(second - jnp.square(first), 0))
+    return list(out) if written else [out[0]]
+
+
+def append(spec: DenseSpec, state: Forward, new, layer) -> Forward:
+    """Writes a layer's features, and unless running ones are used their mean and variance."""
+    sizes = _sizes(spec, state.features)
+    block = 32
+    share = _ceil_div(_ceil_div(sizes["M"], _PROGRAMS), block) * block
+    programs = _ceil_div(sizes["M"], share)
+    written = state.features, state.mean, state.var, state.sums[1], state.counts[1]
+    features, mean, var, sums, count = _launch(
+        "append",
+        *(new, layer, *written),
+        out_shape=[*map(_type, written)],
+        input_output_aliases={2 + i: i for i in range(5)},
+        grid=(programs,),
+        num_warps=4,
+        PADDED=_power_of_two(spec.growth_rate),
+        STATISTICS=not spec.use_running_average,
+        PROGRAMS=programs,
+        ROWS=share,
+        BM=block,
+        **sizes,
+    )
+    sums, counts = (state.sums[0], sums), (state.counts[0], count)
+    return state._replace(features=features, mean=mean, var=var, sums=sums, counts=counts)
 
 
 def convolve_backward(
-    spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
-) -> Gradients:
-    block, channels, warps, stages, programs = _BACKWARD
-    programs = max(programs, _ceil_div(width, channels))
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, index, d_out, total: Backward
+) -> Backward:
+    """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
+    sizes = _sizes(spec, features)
+    how = _backward_settings(sizes["M"])
+    programs = max(how.of, _ceil_div(features.shape[-1], how.channels))
+    written = total[:6]
     updated = _launch(
         "convolve_backward",
-        *(features, mean, var, params.scale1, params.bias1, rows, d_out, _where(spec, layer), *total),
-        out_shape=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in total),
-        input_output_aliases={8 + i: i for i in range(len(total))},
+        *(features, mean, var, params.scale1, params.bias1, rows, d_out, index, *written),
+        out_shape=[*map(_type, written)],
+        input_output_aliases={8 + i: i for i in range(6)},
         grid=(programs,),
-        num_warps=warps,
-        num_stages=stages,
-        BM=block,
-        BC=channels,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        N=rows.shape[-1],
+        EPSILON=spec.epsilon,
+        LAST=spec.num_layers - 1,
+        BM=how.pixels,
+        BC=how.channels,
         NT=_ceil_div(rows.shape[-1], _TILE),
         PROGRAMS=programs,
-        STAGES=stages,
-        **_sizes(spec, rows, features),
+        STAGES=how.stages,
+        **sizes,
     )
-    return Gradients(*updated)
+    return total._replace(**dict(zip(Backward._fields, updated, strict=False)))
 
 
-def normalise_backward_sums(z, d_hidden, mean, gain, bias):
-    outputs = z.shape[-1]
-    pixels = z.size // outputs
+def normalise_backward_sums(
+    spec: DenseSpec, params: DenseParams, statistics: DenseStatistics, z, d_hidden, index, total: Backward
+) -> Backward:
+    """`total` with the sums of the second normalisation of the layer that is `index` before the last.
+
+    `z` is that layer's, or has a leading axis of layers.
+    """
+    outputs = d_hidden.shape[-1]
+    pixels = d_hidden.size // outputs
     tiles = _ceil_div(outputs, _TILE)
-    rows = _ceil_div(pixels, max(1, 528 // tiles) * 64) * 64
-    sums = _launch(
+    share = _ceil_div(pixels, max(1, _PROGRAMS // tiles) * 64) * 64
+    written = total.sum_dy, total.sum_dy_z
+    sum_dy, sum_dy_z = _launch(
         "normalise_backward_sums",
-        *(z, d_hidden, mean, gain, bias),
-        out_shape=jax.ShapeDtypeStruct((2, outputs), jnp.float32),
-        zeroed_outputs=(0,),
-        grid=(_ceil_div(pixels, rows), tiles),
+        *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, index, *written),
+        out_shape=[*map(_type, written)],
+        input_output_aliases={7: 0, 8: 1},
+        grid=(_ceil_div(pixels, share), tiles),
         num_warps=4,
         num_stages=3,
         M=pixels,
         N=outputs,
-        ROWS=rows,
+        EPSILON=spec.epsilon,
+        LAST=spec.num_layers - 1,
+        STACKED=z.ndim > d_hidden.ndim,
+        ROWS=share,
         BM=64,
         BN=_TILE,
         STAGES=3,
     )
-    return sums[0], sums[1]
+    return total._replace(sum_dy=sum_dy, sum_dy_z=sum_dy_z)

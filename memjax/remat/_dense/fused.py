@@ -1,0 +1,104 @@
+"""The passes over a dense block's shared buffer by the kernels of `triton`, which write into arrays of all layers in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from memjax._core.arrays import vary, varying_axes, zeros
+from memjax._core.barriers import barrier
+from memjax.remat._dense import triton
+from memjax.remat._dense.late import put_off, through_norm
+from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
+from memjax.remat._dense.xla import conv3x3, conv3x3_backward
+
+
+def _of_layer(a, i):
+    return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+
+
+def _loop(layers: int, body, state):
+    return lax.fori_loop(np.int32(0), np.int32(layers), body, state)
+
+
+def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
+    """Features, the statistics that were used, and outputs of bottlenecks with a leading axis of layers, or None."""
+    of_x = jax.typeof(x)
+    features = zeros(of_x.update(shape=(*x.shape[:-1], spec.out_features), weak_type=False))
+    features = lax.dynamic_update_slice_in_dim(features, x, 0, axis=3)
+    outputs = of_x.update(shape=(*x.shape[:-1], spec.width), weak_type=False)
+    if spec.use_running_average:
+        mean, var, mean2, var2 = (a.astype(jnp.float32) for a in running)
+    else:
+        # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
+        mean, var = (jnp.pad(a, (0, spec.num_layers * spec.growth_rate)) for a in moments(x))
+        mean2 = var2 = jnp.zeros((spec.num_layers, spec.width), jnp.float32)
+    sums = jnp.zeros((2, spec.width), jnp.float32), jnp.zeros((2, spec.growth_rate), jnp.float32)
+    counts = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    z = zeros(outputs, (spec.num_layers,)) if save_z else None
+    state = triton.Forward(features, mean, var, z, mean2, var2, sums, counts)
+    rows = params.kernel1.astype(x.dtype)
+
+    def layer(i, state: triton.Forward) -> triton.Forward:
+        state, z = triton.convolve(spec, params, rows, state, i)
+        gain = _of_layer(params.scale2, i).astype(jnp.float32) * lax.rsqrt(_of_layer(state.var2, i) + spec.epsilon)
+        hidden = norm_relu(z, _of_layer(state.mean2, i), gain, _of_layer(params.bias2, i).astype(jnp.float32))
+        new = dropout(spec, key, i, conv3x3(hidden, _of_layer(params.kernel2, i)))
+        return triton.append(spec, state, new, i)
+
+    state = _loop(spec.num_layers, layer, vary(state, varying_axes(x, rows)))
+    consumed = spec.out_features - spec.growth_rate
+    statistics = DenseStatistics(state.mean[:consumed], state.var[:consumed], state.mean2, state.var2)
+    return state.features, statistics, state.z
+
+
+def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
+    """Gradients of the parameters, in float32, and of the input."""
+    # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
+    features, d_features = barrier((features, d_features))
+    last = spec.num_layers - 1
+    # The last layer's features have no consumer, and no statistics.
+    extended = lambda a, value: jnp.pad(a.astype(jnp.float32), (0, spec.growth_rate), constant_values=value)
+    mean, var = extended(statistics.mean1, 0), extended(statistics.var1, 1)
+    rows = params.kernel1.astype(features.dtype)
+
+    def layer(index, total: triton.Backward) -> triton.Backward:
+        i = last - index
+        late = (total.features, total.mean_dy, total.mean_dy_xhat)
+        d_new = put_off(spec, features, mean, var, late, spec.channels(i), spec.growth_rate)
+        d_new = dropout(spec, key, i, d_new.astype(features.dtype))
+        if z is None:
+            every = here = triton.convolve_again(spec, params, rows, features, mean, var, index)
+        else:
+            every, here = z, _of_layer(z, i)
+        mean2, var2, scale2, bias2 = (
+            _of_layer(a, i).astype(jnp.float32)
+            for a in (statistics.mean2, statistics.var2, params.scale2, params.bias2)
+        )
+        gain = scale2 * lax.rsqrt(var2 + spec.epsilon)
+        hidden = norm_relu(here, mean2, gain, bias2)
+        d_hidden, d_kernel2 = conv3x3_backward(hidden, _of_layer(params.kernel2, i), d_new)
+        total = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, total)
+        of_sums = _of_layer(total.sum_dy, i), _of_layer(total.sum_dy_z, i)
+        dz = through_norm(spec, here, hidden, d_hidden, mean2, var2, gain, of_sums)
+        total = triton.convolve_backward(spec, params, rows, features, mean, var, index, dz, total)
+        return total._replace(kernel2=lax.dynamic_update_index_in_dim(total.kernel2, d_kernel2, i, 0))
+
+    # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
+    nothing = lambda *shape: jnp.zeros(shape, jnp.float32)
+    start = triton.Backward(
+        features=d_features.astype(jnp.float32),
+        mean_dy=nothing(spec.out_features),
+        mean_dy_xhat=nothing(spec.out_features),
+        scale1=nothing(spec.rows),
+        bias1=nothing(spec.rows),
+        kernel1=nothing(*rows.shape),
+        sum_dy=nothing(spec.num_layers, spec.width),
+        sum_dy_z=nothing(spec.num_layers, spec.width),
+        kernel2=jnp.zeros_like(params.kernel2),
+    )
+    total = _loop(spec.num_layers, layer, vary(start, varying_axes(features, d_features, rows)))
+    late = (total.features, total.mean_dy, total.mean_dy_xhat)
+    dx = put_off(spec, features, mean, var, late, 0, spec.in_features).astype(features.dtype)
+    scale2 = total.sum_dy_z * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
+    return DenseParams(total.scale1, total.bias1, total.kernel1, scale2, total.sum_dy, total.kernel2), dx
