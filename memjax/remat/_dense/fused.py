@@ -1,11 +1,10 @@
 """The passes over a dense block's shared buffer by the kernels of `triton`, which write into arrays of all layers in place."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._core.arrays import vary, varying_axes, zeros
+from memjax._core.arrays import vary, varying_axes
 from memjax._core.barriers import barrier
 from memjax.remat._dense import triton
 from memjax.remat._dense.late import put_off, through_norm
@@ -23,10 +22,9 @@ def _loop(layers: int, body, state):
 
 def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
     """Features, the statistics that were used, and outputs of bottlenecks with a leading axis of layers, or None."""
-    of_x = jax.typeof(x)
-    features = zeros(of_x.update(shape=(*x.shape[:-1], spec.out_features), weak_type=False))
+    # Everything in these is written before it is read.
+    features = lax.empty((*x.shape[:-1], spec.out_features), x.dtype)
     features = lax.dynamic_update_slice_in_dim(features, x, 0, axis=3)
-    outputs = of_x.update(shape=(*x.shape[:-1], spec.width), weak_type=False)
     if spec.use_running_average:
         mean, var, mean2, var2 = (a.astype(jnp.float32) for a in running)
     else:
@@ -35,7 +33,7 @@ def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
         mean2 = var2 = jnp.zeros((spec.num_layers, spec.width), jnp.float32)
     sums = jnp.zeros((2, spec.width), jnp.float32), jnp.zeros((2, spec.growth_rate), jnp.float32)
     counts = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    z = zeros(outputs, (spec.num_layers,)) if save_z else None
+    z = lax.empty((spec.num_layers, *x.shape[:-1], spec.width), x.dtype) if save_z else None
     state = triton.Forward(features, mean, var, z, mean2, var2, sums, counts)
     rows = params.kernel1.astype(x.dtype)
 

@@ -50,24 +50,8 @@ class Backward(NamedTuple):
     kernel2: Float[Array, "L 3 3 N k"]
 
 
-class Settings(NamedTuple):
-    """How a kernel is divided: pixels and channels of a tile, warps, stages, and columns of outputs, or programs."""
-
-    pixels: int
-    channels: int
-    warps: int
-    stages: int
-    of: int
-
-
-def _forward_settings(pixels: int, outputs: int) -> Settings:
-    # Few pixels: more programs by giving each fewer rows.
-    block, warps = (128, 8) if pixels >= 128 * 256 else (64, 4)
-    return Settings(block, 64, warps, 3, outputs)
-
-
-def _backward_settings(pixels: int) -> Settings:
-    return Settings(64, 32, 4, 3, _PROGRAMS)  # the fastest of six tried on an H200
+# Pixels and channels per program, warps and stages of `convolve_backward`; the fastest of ten tried on an H200.
+_BACKWARD = (64, 32, 4, 3)
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
@@ -151,8 +135,9 @@ def _convolve(
     """The output, or `z` with it in its place, and `written`: arrays for means, variances and what finds them, or nothing."""
     sizes = _sizes(spec, features)
     pixels, outputs = sizes["M"], rows.shape[-1]
-    how = _forward_settings(pixels, outputs)
-    grid = _ceil_div(pixels, how.pixels), _ceil_div(outputs, how.of)
+    # Few pixels: more programs by giving each fewer rows. More than one program for a tile are no faster (H200).
+    block, channels, stages = (128, 64, 3) if pixels >= 128 * 256 else (64, 32, 4)
+    tiles = _ceil_div(pixels, block)
     one = jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype)
     nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
     out = _launch(
@@ -161,19 +146,19 @@ def _convolve(
         *((features if z is None else z), *(written or (mean,) * 4)),
         out_shape=[one if z is None else _type(z), *(map(_type, written) if written else [nothing] * 4)],
         input_output_aliases={7 + i: i for i in range(5) if (z is not None if i == 0 else written)},
-        grid=grid,
-        num_warps=how.warps,
-        num_stages=how.stages,
+        grid=(tiles,),
+        num_warps=4,
+        num_stages=stages,
         N=outputs,
         PADDED=_power_of_two(outputs),
         EPSILON=spec.epsilon,
         LAST=last,
         STACKED=z is not None,
         STATISTICS=bool(written),
-        PROGRAMS=math.prod(grid),
-        BM=how.pixels,
-        BK=how.channels,
-        NT=_ceil_div(min(how.of, outputs), _TILE),
+        PROGRAMS=tiles,
+        BM=block,
+        BK=channels,
+        NT=_ceil_div(outputs, _TILE),
         **sizes,
     )
     return list(out) if written else [out[0]]
@@ -209,8 +194,8 @@ def convolve_backward(
 ) -> Backward:
     """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
     sizes = _sizes(spec, features)
-    how = _backward_settings(sizes["M"])
-    programs = max(how.of, _ceil_div(features.shape[-1], how.channels))
+    block, channels, warps, stages = _BACKWARD
+    programs = max(_PROGRAMS, _ceil_div(features.shape[-1], channels))
     written = total[:6]
     updated = _launch(
         "convolve_backward",
@@ -218,16 +203,16 @@ def convolve_backward(
         out_shape=[*map(_type, written)],
         input_output_aliases={8 + i: i for i in range(6)},
         grid=(programs,),
-        num_warps=how.warps,
-        num_stages=how.stages,
+        num_warps=warps,
+        num_stages=stages,
         N=rows.shape[-1],
         EPSILON=spec.epsilon,
         LAST=spec.num_layers - 1,
-        BM=how.pixels,
-        BC=how.channels,
+        BM=block,
+        BC=channels,
         NT=_ceil_div(rows.shape[-1], _TILE),
         PROGRAMS=programs,
-        STAGES=how.stages,
+        STAGES=stages,
         **sizes,
     )
     return total._replace(**dict(zip(Backward._fields, updated, strict=False)))

@@ -94,7 +94,7 @@ def convolve(
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < M
     row = row.to(tl.int64) if M * LD >= 2**31 else row
-    columns = tl.program_id(1) * (NT * 64) + tl.arange(0, 64)
+    columns = tl.arange(0, 64)
     acc0 = tl.zeros((BM, 64), tl.float32)
     acc1 = tl.zeros((BM, 64), tl.float32)
     acc2 = tl.zeros((BM, 64), tl.float32)
@@ -102,13 +102,16 @@ def convolve(
     for k in range(0, channels, BK):
         ch = k + tl.arange(0, BK)
         live = ch < channels
-        x = tl.load(x_ptr + row[:, None] * LD + ch[None, :], mask=inside[:, None] & live[None, :], other=0.0)
+        here = live[None, :] if M % BM == 0 else inside[:, None] & live[None, :]
+        x = tl.load(x_ptr + row[:, None] * LD + ch[None, :], mask=here, other=0.0)
         mean = tl.load(mean_ptr + ch, mask=live, other=0.0)
         gain = tl.load(scale_ptr + first + ch, mask=live, other=0.0)
         gain *= tl.rsqrt(tl.load(var_ptr + ch, mask=live, other=1.0) + EPSILON)
         bias = tl.load(bias_ptr + first + ch, mask=live, other=0.0)
-        # Rows outside must give zeros: their sums are taken.
-        a = tl.where(inside[:, None], _hidden(x, mean, gain, bias), 0.0).to(x_ptr.dtype.element_ty)
+        a = _hidden(x, mean, gain, bias)
+        if M % BM != 0:
+            a = tl.where(inside[:, None], a, 0.0)  # the sums of rows outside are taken
+        a = a.to(x_ptr.dtype.element_ty)
         w = w_ptr + (first + ch)[:, None] * N + columns[None, :]
         acc0 = tl.dot(a, tl.load(w, mask=live[:, None] & (columns < N)[None, :], other=0.0), acc0)
         if NT > 1:
