@@ -28,6 +28,8 @@ class Step:
     keeps: tuple[Keep, ...] = ("convolutions", "features")
     batches: tuple[int, ...] = (64,)
     implementations: tuple[Literal["triton", "xla"], ...] = ("triton", "xla")
+    optimizers: tuple[bool, ...] = (False, True)
+    """Without and with an update by SGD, of the first implementation."""
     torch: bool = True
     name: str = "densenet264_step"
 
@@ -37,7 +39,7 @@ class Step:
             for b in self.batches
             for k in self.keeps
             for i in (self.implementations if k != "all" else self.implementations[:1])
-            for o in ((False, True) if i == self.implementations[0] else (False,))
+            for o in (self.optimizers if i == self.implementations[0] else (False,))
         ]
         if self.torch and importlib.util.find_spec("torchvision") is not None:
             cases += [

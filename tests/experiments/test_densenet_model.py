@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import memjax
-from experiments.models.densenet import DenseNet, densenet, densenet_bc
+from experiments.models.densenet import DenseNet, _conv7x7_in_blocks, densenet, densenet_bc
 
 
 def parameters(model) -> int:
@@ -65,6 +65,12 @@ def test_memory_of_densenet_bc_40():
     The paper reports 22% at depth 160. At depth 100 it was 9.6%, at 160 6.4%; compiling takes many times as long there.
     """
     assert temp_bytes(40, "features") <= 0.22 * temp_bytes(40, "all")
+
+
+def test_the_stem_of_gpus_is_the_convolution(x64):
+    conv = nnx.Conv(3, 8, (7, 7), strides=2, use_bias=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    images = jax.random.normal(jax.random.key(0), (2, 10, 16, 3), jnp.float64)
+    np.testing.assert_allclose(_conv7x7_in_blocks(conv.kernel[...], images), conv(images), atol=1e-12)
 
 
 @pytest.mark.parametrize(("stem", "keep"), [("imagenet", "convolutions"), ("cifar", "features")])

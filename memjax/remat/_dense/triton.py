@@ -136,7 +136,7 @@ def _convolve(
     sizes = _sizes(spec, features)
     pixels, outputs = sizes["M"], rows.shape[-1]
     # Few pixels: more programs by giving each fewer rows. More than one program for a tile are no faster (H200).
-    block, channels, stages = (128, 64, 3) if pixels >= 128 * 256 else (64, 32, 4)
+    block = 128 if pixels >= 128 * 256 else 64
     tiles = _ceil_div(pixels, block)
     one = jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype)
     nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -148,7 +148,7 @@ def _convolve(
         input_output_aliases={7 + i: i for i in range(5) if (z is not None if i == 0 else written)},
         grid=(tiles,),
         num_warps=4,
-        num_stages=stages,
+        num_stages=3,
         N=outputs,
         PADDED=_power_of_two(outputs),
         EPSILON=spec.epsilon,
@@ -157,7 +157,7 @@ def _convolve(
         STATISTICS=bool(written),
         PROGRAMS=tiles,
         BM=block,
-        BK=channels,
+        BK=64,
         NT=_ceil_div(outputs, _TILE),
         **sizes,
     )
