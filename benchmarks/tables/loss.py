@@ -1,5 +1,6 @@
 """The tables of `memjax.linear_cross_entropy` in `docs/benchmarks/linear-cross-entropy.md`."""
 
+from benchmarks.tables import kernels
 from benchmarks.tables.markdown import Tables, gib, load, table
 
 _NAMES = {
@@ -46,4 +47,4 @@ def shapes_table() -> str:
     return table(header, body, [environment], "shapes")
 
 
-TABLES: Tables = {"loss": loss_table, "shapes": shapes_table}
+TABLES: Tables = {"loss": loss_table, "kernels": kernels.loss, "shapes": shapes_table}

@@ -43,6 +43,18 @@ def long_table() -> str:
     return table(["524,288 tokens", "peak, GiB", "to METP's", "s"], body, [environment], "long")
 
 
+def feed_forward_table() -> str:
+    """A gated layer over a ring beside one GPU that has whole weights and sends nothing."""
+    environment, [row] = load("metp_feed_forward")
+    alone = next(iter(row["ways"].values()))["milliseconds"]
+    body = [
+        [name, f"{way['milliseconds']:.1f}", f"{way['milliseconds'] / alone:.2f}", gib(way["temp_bytes"])]
+        for name, way in row["ways"].items()
+    ]
+    header = [f"{row['tokens']:,} tokens on {row['size']} GPUs", "ms", "to the first", "temp GiB"]
+    return table(header, body, [environment], "feed_forward")
+
+
 def compiled_table() -> str:
     environment, rows = load("metp_compiled")
     lengths = sorted({row["tokens"] for row in rows})
@@ -133,6 +145,7 @@ def hops_table() -> str:
 TABLES: Tables = {
     "memory": memory_table,
     "long": long_table,
+    "feed_forward": feed_forward_table,
     "compiled": compiled_table,
     "longest": longest_table,
     "overlap": overlap_table,
