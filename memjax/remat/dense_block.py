@@ -98,7 +98,7 @@ def dense_block(
     def run(params: DenseParams, x: Array) -> tuple[Array, DenseStatistics]:
         return shared(spec, keep, chosen, params, running, dropout_key, x)
 
-    chosen = _choose(implementation, spec, x.dtype)
+    chosen = _choose(implementation, spec, x.dtype) if x.size else "xla"  # kernels need something to run for
     params, x = vary(
         (params, x), varying_axes(x, *jax.tree.leaves(params))
     )  # sums over devices are taken once, outside
