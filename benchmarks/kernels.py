@@ -32,7 +32,9 @@ _SHOWN = 12  # kernels of a case that are kept by name
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    cases: tuple[str, ...] = ("densenet", "loss", "plain loss", "feed forward", "feed forward, tiled")
+    cases: tuple[str, ...] = (
+        *("densenet", "loss", "plain loss", "loss in little memory", "feed forward", "feed forward, tiled"),
+    )
     calls: int = 10
     name: str = "kernels"
 
@@ -51,17 +53,20 @@ def dense_network() -> Made:
     return jax.value_and_grad(loss), (params, images, jax.random.randint(jax.random.key(1), (64,), 0, 1000))
 
 
-def head(loss: Callable[..., Any]) -> Made:
-    """A loss of 4,096 tokens, 4,096 features and 128,256 entries, and its gradients."""
+def head(loss: Callable[..., Any], tokens: int = 4096, dim: int = 4096) -> Made:
+    """A loss with 128,256 entries, and its gradients."""
     keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (4096, 4096), jnp.bfloat16)
-    w = (jax.random.normal(keys[1], (128256, 4096), jnp.float32) / 64).astype(jnp.bfloat16)
-    return jax.value_and_grad(loss, argnums=(0, 1)), (x, w, jax.random.randint(keys[2], (4096,), 0, 128256))
+    x = jax.random.normal(keys[0], (tokens, dim), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (128256, dim), jnp.float32) / dim**0.5).astype(jnp.bfloat16)
+    return jax.value_and_grad(loss, argnums=(0, 1)), (x, w, jax.random.randint(keys[2], (tokens,), 0, 128256))
 
 
 def plain_loss(x: Any, w: Any, labels: Any) -> Any:
     z = jnp.einsum("nd,vd->nv", x, w).astype(jnp.float32)
     return (jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]).mean()
+
+
+in_little_memory = functools.partial(memjax.linear_cross_entropy, implementation="recompute")
 
 
 def feed_forward(recipe: str) -> Made:
@@ -78,6 +83,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "densenet": dense_network,
     "loss": functools.partial(head, memjax.linear_cross_entropy),
     "plain loss": functools.partial(head, plain_loss),
+    "loss in little memory": functools.partial(head, in_little_memory, 32768, 2560),
     "feed forward": functools.partial(feed_forward, "plain"),
     "feed forward, tiled": functools.partial(feed_forward, "tiled+plain"),
 }
