@@ -53,19 +53,25 @@ def test_results_and_gradients_are_the_same(dimensions, option):
     loss = lambda x, w: jnp.sum(f(x, w) ** 2)
     for g in (f, jax.grad(loss), jax.grad(loss, 1)):
         closed = jax.make_jaxpr(g)(x, w)
-        env = dict(zip(closed.jaxpr.invars, (x, w), strict=True))
-        for eqn in closed.jaxpr.eqns:
-            values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
-            outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            outs = list(outs) if eqn.primitive.multiple_results else [outs]
-            if eqn.primitive.name == "conv_general_dilated":
-                found = convolution_for_loops(eqn, *values)
-                np.testing.assert_allclose(found, outs[0], rtol=1e-12, atol=1e-12)
-                [changed] = convolutions_in(
-                    jax.make_jaxpr(functools.partial(convolution_for_loops, eqn))(*values).jaxpr
-                )
-                assert not is_slow_in_loops(changed)
-            env |= zip(eqn.outvars, outs, strict=True)
+        pairs = jax.jit(functools.partial(found_and_expected, closed.jaxpr))(x, w)
+        assert pairs
+        for found, expected in pairs:
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def found_and_expected(jaxpr, *args):
+    """Results of the convolutions of a program, in the order for loops and as they are written."""
+    env, pairs = dict(zip(jaxpr.invars, args, strict=True)), []
+    for eqn in jaxpr.eqns:
+        values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+        outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        outs = list(outs) if eqn.primitive.multiple_results else [outs]
+        if eqn.primitive.name == "conv_general_dilated":
+            pairs.append((convolution_for_loops(eqn, *values), outs[0]))
+            [changed] = convolutions_in(jax.make_jaxpr(functools.partial(convolution_for_loops, eqn))(*values).jaxpr)
+            assert not is_slow_in_loops(changed)
+        env |= zip(eqn.outvars, outs, strict=True)
+    return pairs
 
 
 def step(w, images, labels):

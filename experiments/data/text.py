@@ -1,5 +1,7 @@
 """Windows of bytes cut from a text, and a text that is on every machine: the source of Python's standard library."""
 
+import functools
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -26,6 +28,13 @@ class Text:
     test: np.ndarray
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _LEFT_OUT
+        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
+
+
+@functools.cache
 def standard_library(folder: Path | None = None) -> Text:
     """The .py files below `folder` (default: this Python's standard library), by path, each ended by a zero byte.
 
@@ -35,12 +44,11 @@ def standard_library(folder: Path | None = None) -> Text:
       ExperimentError: a split has no files.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = sorted(_sources(root))
     splits: dict[bool, list[bytes]] = {False: [], True: []}
     for path in files:
-        if not _LEFT_OUT & set(path.parts):
-            testing = zlib.crc32(path.as_posix().encode()) % _TEST_EVERY == 0
-            splits[testing] += [(root / path).read_bytes(), b"\0"]
+        testing = zlib.crc32(path.as_posix().encode()) % _TEST_EVERY == 0
+        splits[testing] += [(root / path).read_bytes(), b"\0"]
     if not all(splits.values()):
         raise ExperimentError(f"{root} has too few Python files to train and test on: {len(files)}")
     train, test = (np.frombuffer(b"".join(splits[testing]), np.uint8) for testing in (False, True))

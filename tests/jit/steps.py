@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 
-WIDTH, LAYERS, EXAMPLES = 32, 4, 256
+WIDTH, LAYERS, EXAMPLES = 32, 3, 256
 OPTIMIZER = optax.adamw(1e-3)
 OPTIONS = memjax.remat_compiler_options()
 
@@ -96,7 +96,7 @@ def alternating() -> Step:
         other = less(other, jax.grad(lambda other: loss([*one, *other], x))(other))
         return one, other
 
-    params = parameters()
+    params = parameters(4)
     return Step(step, (params[:2], params[2:], batch()))
 
 
@@ -108,7 +108,7 @@ def attacked() -> Step:
             x = x + 0.1 * jnp.sign(jax.grad(loss, 1)(params, x))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
 
-    return Step(step, (parameters()[:3], batch()))
+    return Step(step, (parameters()[:2], batch()))
 
 
 def in_a_branch() -> Step:

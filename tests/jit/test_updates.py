@@ -141,7 +141,7 @@ def test_values_are_rounded_as_before(wrap, bits, kernels, monkeypatch):
     tx = wrap(memjax.compressed(optax.sgd(2.0**-6, momentum=0.5), bits=bits))
     args = begin(tx, jnp.bfloat16)
     gradients = jax.tree.map(lambda p: jnp.ones_like(p), args[0])
-    _, state = tx.update(gradients, args[1], args[0])
+    _, state = jax.jit(tx.update)(gradients, args[1], args[0])
     args = args[0], state, args[2]
     run, leaves, _ = moved(step_of(tx), args)
     if kernels:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 
-WIDTH, LAYERS, BATCH = 64, 4, 512
+WIDTH, LAYERS, BATCH = 64, 3, 512
 TX = optax.adam(1e-3)
 
 

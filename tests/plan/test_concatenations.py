@@ -64,9 +64,9 @@ def test_a_whole_step_keeps_them_once():
 
 @pytest.mark.usefixtures("x64")
 def test_gradients():
-    ws, x = weights(jnp.float64), rows(jnp.float64)
-    got = jax.jit(jax.grad(memjax.planned(dense_loss, budget="min"), (0, 1)))(ws, x)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(jax.grad(dense_loss, (0, 1))(ws, x)), strict=True):
+    ws, x = weights(jnp.float64)[:5], rows(jnp.float64)
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(ws, x) for f in (memjax.planned(dense_loss, budget="min"), dense_loss))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-14)
 
 

@@ -15,7 +15,7 @@ from memjax._plan.batch.passes import with_edges_of
 from memjax._plan.derivative import Derivative
 from tests.jit.test_microbatches import descend
 
-NODES, EDGES, WIDTH, ROUNDS = 20, 96, 4, 3
+NODES, EDGES, WIDTH, ROUNDS = 20, 96, 4, 2
 
 
 def normed(x, scale):

@@ -8,7 +8,7 @@ import pytest
 
 import memjax
 
-LAYERS, WIDTH, BATCH = 6, 64, 512
+LAYERS, WIDTH, BATCH = 4, 64, 512
 
 
 def dropped(key: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run, written in the background, put in place in one piece, rotated, checked when read."""
 
 import contextlib
+import copy
 import functools
 import glob
 import json
@@ -55,6 +56,7 @@ class Checkpoints:
             probe.touch()
             probe.unlink()
         _hush()
+        _write_whole()
         self._manager = self._open()
         return self
 
@@ -222,6 +224,14 @@ def _hush() -> None:
     sys.unraisablehook = lambda args: None if str(args.exc_value) == "Event loop is closed" else hook(args)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
     logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
+
+
+@functools.cache
+def _write_whole() -> None:
+    """Orbax would have each device with a copy of an array write a slice of it, and compile a program for each slice."""
+    handler = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))  # a new one would not know of random keys
+    handler._use_replica_parallel = False
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def _state_sums(state: TrainState) -> dict[str, int]:

@@ -70,21 +70,34 @@ def cheapest(
 
 
 def _near_side(edges: list[tuple[int, int, float]], nodes: int, small: bool) -> set[int]:
-    """The nodes on the source's side of a minimum cut; of several cuts, the smallest side if `small`, else the largest."""
+    """The nodes on the source's side of a minimum cut; of several cuts, the smallest side if `small`, else the largest.
+
+    No edge is given twice."""
     # Not before the first cut: these take an eighth of the time to import memjax.
     from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+    from scipy.sparse.csgraph import maximum_flow
 
-    tails, heads, weights = (np.array(column) for column in zip(*edges, strict=True))
+    tails, heads, weights = (np.array(column) for column in zip(*sorted(edges), strict=True))
     capacities = _integers(weights)
-    graph = csr_array((capacities, (tails, heads)), shape=(nodes, nodes))
-    graph.sum_duplicates()
-    left = graph - maximum_flow(graph, _SOURCE, _SINK).flow
-    left.data = np.maximum(left.data, 0)
-    left.eliminate_zeros()
-    if small:
-        return set(breadth_first_order(left, _SOURCE, return_predecessors=False).tolist())
-    return set(range(nodes)).difference(breadth_first_order(left.T.tocsr(), _SINK, return_predecessors=False).tolist())
+    starts = np.searchsorted(tails, np.arange(nodes + 1)).astype(np.int32)
+    flow = maximum_flow(csr_array((capacities, heads.astype(np.int32), starts), (nodes, nodes)), _SOURCE, _SINK).flow
+    # In plain Python: planning cuts thousands of small graphs, for which sparse matrices take most of the time.
+    left = dict(zip(zip(tails.tolist(), heads.tolist(), strict=True), capacities.tolist(), strict=True))
+    rows = np.repeat(np.arange(nodes), np.diff(flow.indptr)).tolist()
+    for tail, head, amount in zip(rows, flow.indices.tolist(), flow.data.tolist(), strict=True):
+        left[tail, head] = left.get((tail, head), 0) - amount
+    following: list[list[int]] = [[] for _ in range(nodes)]
+    for (tail, head), capacity in left.items():
+        if capacity > 0:
+            one, other = (tail, head) if small else (head, tail)
+            following[one].append(other)
+    reached = {_SOURCE if small else _SINK}
+    pending = [*reached]
+    while pending:
+        new = [node for node in following[pending.pop()] if node not in reached]
+        reached.update(new)
+        pending += new
+    return reached if small else set(range(nodes)) - reached
 
 
 def _integers(weights: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from memjax._core.check import number, readable_bytes
 from memjax._core.program.jaxpr import nbytes
 from memjax._plan.schedule.execute import LoopPlan
-from memjax._plan.schedule.forward_counts import HiddenCounts
+from memjax._plan.schedule.forward_counts import HiddenCounts, InternalCounts
 from memjax._plan.schedule.schedule import Strategy, schedule
 from memjax._plan.schedule.store import Shared
 
@@ -272,11 +272,11 @@ def _mixed_table(sizes: _Sizes, costs: Costs, steps: Steps, limit: float) -> tup
             and blocks * slots <= _LARGEST_TABLE
             and store.keeps_types
             and store.rows_of_kept < slots
+            # If residuals took one slot only: no table is made where that is too slow.
+            and _mixed_seconds(sizes, costs, block, blocks, InternalCounts().count(blocks, slots)) < limit
         ):
             plan = schedule(blocks, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
-            # Every move writes residuals somewhere, whoever reads them.
-            writing = plan.forward_steps * block * costs.store / 2
-            seconds = _table_seconds(sizes, costs, block, blocks, plan.forward_steps - 2 * blocks + 1) + writing
+            seconds = _mixed_seconds(sizes, costs, block, blocks, plan.forward_steps)
             if seconds < limit:
                 limit = seconds
                 fastest = LoopPlan(sizes.length, block, tail, plan), seconds
@@ -289,6 +289,13 @@ def _division(sizes: _Sizes, block: int) -> tuple[int, int, int]:
     tail = (sizes.length - 1) % block + 1
     slots = (sizes.budget - block * sizes.kept) // max(sizes.carry, 1) - 1
     return tail, (sizes.length - tail) // block + 1, slots
+
+
+def _mixed_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, forward_runs: int) -> float:
+    """Predicted time of a table of both kinds, in which blocks run forward so many times."""
+    # Every move writes residuals somewhere, whoever reads them.
+    writing = forward_runs * block * costs.store / 2
+    return _table_seconds(sizes, costs, block, blocks, forward_runs - 2 * blocks + 1) + writing
 
 
 def _table_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, runs: int) -> float:

@@ -85,9 +85,13 @@ class MixedCounts:
         self.table = np.empty((rows + 1, length + 1), np.int64)
         self.table[0] = 2**62  # no segment runs without a unit for its start
         self.table[1] = steps * (steps + 1) // 2
+        same = np.zeros(rows + 1, bool)  # whether a row is the one before: so it is if those that it is made of are
         for m in range(2, rows + 1):
             self.table[m] = self.table[m - 1]
-            self._relax_row(m)
+            same[m] = all(same[second] for second, *_ in self._choices(m))
+            if not same[m]:
+                self._relax_row(m)
+                same[m] = np.array_equal(self.table[m], self.table[m - 1])
 
     def _choices(self, m: int):
         """(row of the second part, steps left out of the first part, last y, kind) for each way to keep a state."""
