@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,14 @@ import memjax
 from benchmarks import long_context, record
 from experiments.models.densenet import densenet
 
+Case = Literal["densenet", "loss", "plain loss", "loss in little memory", "feed forward", "feed forward, tiled"]
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 _SHOWN = 12  # kernels of a case that are kept by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    cases: tuple[str, ...] = (
-        *("densenet", "loss", "plain loss", "loss in little memory", "feed forward", "feed forward, tiled"),
-    )
+    cases: tuple[Case, ...] = get_args(Case)
     calls: int = 10
     name: str = "kernels"
 
@@ -79,7 +78,7 @@ def feed_forward(recipe: str) -> Made:
     return (lambda p, x, ct: jax.vjp(run, p, x)[1](ct)), (p, x, ct)
 
 
-CASES: dict[str, Callable[[], Made]] = {
+CASES: dict[Case, Callable[[], Made]] = {
     "densenet": dense_network,
     "loss": functools.partial(head, memjax.linear_cross_entropy),
     "plain loss": functools.partial(head, plain_loss),
