@@ -155,7 +155,8 @@ def gradients(
 # The cotangent of a sum is one number, so the gradients are known up to that factor as soon as a chunk's logits are
 # (mgmalek, "Memory-efficient cross entropy loss"): compute the logits, overwrite them with their gradient, add to dW in
 # float32, forget them. Three matmuls. Saved between forward and backward: dx and dW in the dtypes of x and w. For
-# chunks of c tokens and b-byte logits the temporaries are b c V and, unless w is itself float32, 4 D V for dW.
+# chunks of c tokens and b-byte logits the temporaries are b c V and, unless w is itself float32 or one chunk has all tokens,
+# 4 D V for dW.
 
 
 def total_loss(operands: Operands, options: Options) -> Result:
@@ -173,9 +174,9 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
     axes = varying_axes(x)
     labels = _local_labels(operands, options)
     size = token_chunk(operands, options)
-    # Products are rounded as they are made where nothing is added to them, and nothing multiplies them.
-    narrow = x.dtype != jnp.float16
-    norm, relative = (None, scale) if narrow else _relative(scale)
+    norm, relative = _relative(scale) if x.dtype == jnp.float16 else (None, scale)
+    # A product is rounded as it is made where nothing multiplies it and, of dW, no other chunk adds to it.
+    of_x, of_w = (x.dtype, w.dtype if size >= x.shape[0] else sums) if norm is None else (sums, sums)
 
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
         part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
@@ -191,13 +192,13 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
 
         new: dict[str, Any] = {"rows": jax.tree.map(put, carry["rows"], _result(total, options))}
         if "x" in wanted:
-            dx = matmul("nv,vd->nd", d, w, options, x.dtype if narrow else sums)
+            dx = matmul("nv,vd->nd", d, w, options, of_x)
             new["x"] = put(carry["x"], dx if norm is None else dx * norm)
         if "w" in wanted:
             # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
             # 0 times NaN is NaN: tokens without a gradient are left out of the product.
             counted = jnp.where(weight[:, None] == 0, 0, x_chunk)
-            dw = head_gradient(d, counted, options, w.dtype if narrow and size >= x.shape[0] else sums)
+            dw = head_gradient(d, counted, options, of_w)
             new["w"] = carry["w"] + dw if "w" in carry else dw
         if "bias" in wanted:
             db = d.sum(0, dtype=sums)

@@ -98,8 +98,8 @@ def linear_cross_entropy(
         (`memjax/_linear_cross_entropy/choice.py`).
         - "forward_grad": chunks of tokens, gradients in the forward pass, three matmuls. Saved for the
           backward pass: dx and dW. Temporaries: itemsize * chunk * V, and 4 D V for dW's float32 sum (the
-          output itself if w is float32, nothing if w is not differentiated). Not for "none". Without
-          differentiation, no gradient work.
+          output itself if w is float32, nothing if w is not differentiated or, but in float16, if one chunk has all
+          tokens). Not for "none". Without differentiation, no gradient work.
         - "recompute": chunks of the vocabulary, four matmuls. Saved: x, w and N float32. Temporaries:
           itemsize * N * chunk + 4 N D + 2 * itemsize * chunk * D, the last term not with Mosaic kernels, but 12 N V / 256
           for the forward pass; and itemsize * N * D for x without the tokens that do not count, in x's own place if nothing
