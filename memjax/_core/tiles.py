@@ -10,6 +10,7 @@ A tile has positions of every device that an axis is sharded over: see `memjax._
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,10 +107,11 @@ class Tiles:
             return [*d_shared, *d_tiles]
 
         wanted = [*pick(shared, shared_wanted), *pick(arrays, arrays_wanted)]
-        sums = [i for i in range(count) if self._start(jax.typeof(wanted[i]), None)[1].dtype == jnp.float32]
+        widened = [self._start(aval, None)[1].dtype != aval.dtype for aval in map(jax.typeof, wanted[:count])]
+        sums = [i for i in range(count) if widened[i]]
         platform = traced_device().platform
         found = self._tiled(
-            lambda given, size: in_wide_sums(lambda given: gradients(given, size), sums, platform)(given),
+            lambda given, size: in_wide_sums(functools.partial(gradients, size=size), given, sums, platform),
             [*arrays, *pick(cotangents, is_nonzero)],
             [*self._in_axes, *pick(axes, is_nonzero)],
             list(map(jax.typeof, wanted)),

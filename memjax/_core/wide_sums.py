@@ -12,7 +12,7 @@ from jax.extend import core
 
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal
-from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, without_dead_equations
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace, without_dead_equations
 
 _LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "rev", "add_any"}
 
@@ -75,16 +75,12 @@ def with_wide_sums(program: Program, positions: Collection[int], platform: str) 
     return without_dead_equations(dataclasses.replace(program, eqns=eqns, outvars=outs))
 
 
-def in_wide_sums(
-    f: Callable[[Arrays], Arrays], positions: Collection[int], platform: str
-) -> Callable[[Arrays], Arrays]:
-    """`f` with those of its results at `positions` that are products in float32, as `with_wide_sums` has them."""
-
-    def run(arrays: Arrays) -> Arrays:
-        closed = jax.make_jaxpr(lambda *arrays: f(list(arrays)))(*arrays)
-        program = with_wide_sums(calls_in_place(closed, differentiable=True), positions, platform)
-        env = program.given(arrays)
-        evaluate_in(program.eqns, env)
-        return read(env, program.outvars)
-
-    return run
+def in_wide_sums(f: Callable[[Arrays], Arrays], arrays: Arrays, positions: Collection[int], platform: str) -> Arrays:
+    """The results of `f` for arrays, those at `positions` that are products in float32: see `with_wide_sums`."""
+    if not positions:
+        return f(arrays)
+    closed = trace(lambda *arrays: f(list(arrays)), [*map(jax.typeof, arrays)], {})
+    program = with_wide_sums(calls_in_place(closed, differentiable=True), positions, platform)
+    env = program.given(arrays)
+    evaluate_in(program.eqns, env)
+    return read(env, program.outvars)
