@@ -9,7 +9,7 @@ from memjax._core.barriers import barrier
 from memjax.remat._dense import triton
 from memjax.remat._dense.late import put_off, through_norm
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
-from memjax.remat._dense.xla import conv3x3, conv3x3_backward
+from memjax.remat._dense.xla import Gradients, conv3x3, conv3x3_backward
 
 
 def _of_layer(a, i):
@@ -60,10 +60,10 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
     mean, var = extended(statistics.mean1, 0), extended(statistics.var1, 1)
     rows = params.kernel1.astype(features.dtype)
 
-    def layer(index, total: triton.Backward) -> triton.Backward:
+    def layer(index, state):
+        total, sums, kernel2 = state
         i = last - index
-        late = (total.features, total.mean_dy, total.mean_dy_xhat)
-        d_new = put_off(spec, features, mean, var, late, spec.channels(i), spec.growth_rate)
+        d_new = put_off(spec, features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(features.dtype))
         if z is None:
             every = here = triton.convolve_again(spec, params, rows, features, mean, var, index)
@@ -76,27 +76,24 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
         gain = scale2 * lax.rsqrt(var2 + spec.epsilon)
         hidden = norm_relu(here, mean2, gain, bias2)
         d_hidden, d_kernel2 = conv3x3_backward(hidden, _of_layer(params.kernel2, i), d_new)
-        total = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, total)
-        of_sums = _of_layer(total.sum_dy, i), _of_layer(total.sum_dy_z, i)
-        dz = through_norm(spec, here, hidden, d_hidden, mean2, var2, gain, of_sums)
+        sums = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, sums)
+        dz = through_norm(spec, here, hidden, d_hidden, mean2, var2, gain, [_of_layer(a, i) for a in sums])
         total = triton.convolve_backward(spec, params, rows, features, mean, var, index, dz, total)
-        return total._replace(kernel2=lax.dynamic_update_index_in_dim(total.kernel2, d_kernel2, i, 0))
+        return total, sums, lax.dynamic_update_index_in_dim(kernel2, d_kernel2, i, 0)
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
     nothing = lambda *shape: jnp.zeros(shape, jnp.float32)
-    start = triton.Backward(
+    total = Gradients(
         features=d_features.astype(jnp.float32),
         mean_dy=nothing(spec.out_features),
         mean_dy_xhat=nothing(spec.out_features),
         scale1=nothing(spec.rows),
         bias1=nothing(spec.rows),
-        kernel1=nothing(*rows.shape),
-        sum_dy=nothing(spec.num_layers, spec.width),
-        sum_dy_z=nothing(spec.num_layers, spec.width),
-        kernel2=jnp.zeros_like(params.kernel2),
+        kernel=nothing(*rows.shape),
     )
-    total = _loop(spec.num_layers, layer, vary(start, varying_axes(features, d_features, rows)))
-    late = (total.features, total.mean_dy, total.mean_dy_xhat)
-    dx = put_off(spec, features, mean, var, late, 0, spec.in_features).astype(features.dtype)
-    scale2 = total.sum_dy_z * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
-    return DenseParams(total.scale1, total.bias1, total.kernel1, scale2, total.sum_dy, total.kernel2), dx
+    sums = nothing(spec.num_layers, spec.width), nothing(spec.num_layers, spec.width)
+    start = vary((total, sums, jnp.zeros_like(params.kernel2)), varying_axes(features, d_features, rows))
+    total, (sum_dy, sum_dy_z), kernel2 = _loop(spec.num_layers, layer, start)
+    dx = put_off(spec, features, mean, var, total, 0, spec.in_features).astype(features.dtype)
+    scale2 = sum_dy_z * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
+    return DenseParams(total.scale1, total.bias1, total.kernel, scale2, sum_dy, kernel2), dx

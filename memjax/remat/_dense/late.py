@@ -9,24 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.remat._dense.spec import DenseSpec
+from memjax.remat._dense.xla import Gradients
 
 
-def window(x, start, width):
+def _window(x, start, width):
     return lax.dynamic_slice_in_dim(x, start, width, axis=x.ndim - 1)
 
 
-def put_off(spec: DenseSpec, features, mean, var, late, start, width):
-    """The gradient of channels [start, start + width), all of whose consumers have run.
-
-    `late` has, of all channels, the sums over layers of dy * gain, scale * mean(dy) and scale * mean(dy * x_hat).
-    """
-    of_features, mean_dy, mean_dy_xhat = late
-    gradient = window(of_features, start, width)
+def put_off(spec: DenseSpec, features, mean, var, total: Gradients, start, width):
+    """The gradient of channels [start, start + width), all of whose consumers have run."""
+    gradient = _window(total.features, start, width)
     if spec.use_running_average:
         return gradient
-    inverse = lax.rsqrt(window(var, start, width) + spec.epsilon)
-    x_hat = (window(features, start, width).astype(mean.dtype) - window(mean, start, width)) * inverse
-    return gradient - inverse * (window(mean_dy, start, width) + x_hat * window(mean_dy_xhat, start, width))
+    inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
+    x_hat = (_window(features, start, width).astype(mean.dtype) - _window(mean, start, width)) * inverse
+    late = _window(total.mean_dy, start, width) + x_hat * _window(total.mean_dy_xhat, start, width)
+    return gradient - inverse * late
 
 
 def through_norm(spec: DenseSpec, z, hidden, d_hidden, mean, var, gain, sums):

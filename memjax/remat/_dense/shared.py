@@ -163,7 +163,7 @@ def _backward(spec: DenseSpec, params, key, saved_features, statistics, z, d_fea
         # compute them once, ahead of it, and hold them. They have to depend on something that changes.
         features, mean, var, mean_dy = barrier((saved_features, used_mean, used_var, total.mean_dy))
         total = total._replace(mean_dy=mean_dy)
-        d_new = put_off(spec, features, mean, var, total[:3], spec.channels(i), spec.growth_rate)
+        d_new = put_off(spec, features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
         d_layer = {}
         if spec.bottleneck is not None:
@@ -182,7 +182,7 @@ def _backward(spec: DenseSpec, params, key, saved_features, statistics, z, d_fea
         body = functools.partial(layer, spec.channels(stop - 1))
         total, d_layer = lax.scan(body, total, (index, arrays, kept), reverse=True)
         d_layers.insert(0, d_layer)
-    dx = put_off(spec, saved_features, used_mean, used_var, total[:3], 0, spec.in_features).astype(dtype)
+    dx = put_off(spec, saved_features, used_mean, used_var, total, 0, spec.in_features).astype(dtype)
     if spec.bottleneck is None:
         gradients = DenseParams(total.scale1, total.bias1, None, None, None, total.kernel)
     else:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.platforms import capability_for_triton, no_jax_triton, traced_device
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._dense.xla import Gradients
 
 _TILE = 64  # output columns of one matrix product
 _PROGRAMS = 528  # that passes over pixels are divided among: four for each multiprocessor
@@ -34,20 +35,6 @@ class Forward(NamedTuple):
     var2: Float[Array, "L N"]
     sums: tuple[Float[Array, "2 N"], Float[Array, "2 k"]]  # zero between kernels
     counts: tuple[Int[Array, " 1"], Int[Array, " 1"]]  # of programs that have added to these; zero between kernels
-
-
-class Backward(NamedTuple):
-    """What the backward pass adds up, layer after layer, in float32. R = rows."""
-
-    features: Float[Array, "b h w C"]  # dy * gain over the layers so far
-    mean_dy: Float[Array, " C"]  # scale * mean(dy) over the layers so far: the part that is put off
-    mean_dy_xhat: Float[Array, " C"]  # scale * mean(dy * x_hat), likewise
-    scale1: Float[Array, " R"]
-    bias1: Float[Array, " R"]
-    kernel1: Float[Array, "R N"]
-    sum_dy: Float[Array, "L N"]  # of the second normalisation, over pixels
-    sum_dy_z: Float[Array, "L N"]  # of dy (z - mean)
-    kernel2: Float[Array, "L 3 3 N k"]
 
 
 # Pixels and channels per program, warps and stages of `convolve_backward`; the fastest of ten tried on an H200.
@@ -190,18 +177,17 @@ def append(spec: DenseSpec, state: Forward, new, layer) -> Forward:
 
 
 def convolve_backward(
-    spec: DenseSpec, params: DenseParams, rows, features, mean, var, index, d_out, total: Backward
-) -> Backward:
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, index, d_out, total: Gradients
+) -> Gradients:
     """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
     sizes = _sizes(spec, features)
     block, channels, warps, stages = _BACKWARD
     programs = max(_PROGRAMS, _ceil_div(features.shape[-1], channels))
-    written = total[:6]
     updated = _launch(
         "convolve_backward",
-        *(features, mean, var, params.scale1, params.bias1, rows, d_out, index, *written),
-        out_shape=[*map(_type, written)],
-        input_output_aliases={8 + i: i for i in range(6)},
+        *(features, mean, var, params.scale1, params.bias1, rows, d_out, index, *total),
+        out_shape=[*map(_type, total)],
+        input_output_aliases={8 + i: i for i in range(len(total))},
         grid=(programs,),
         num_warps=warps,
         num_stages=stages,
@@ -215,25 +201,24 @@ def convolve_backward(
         STAGES=stages,
         **sizes,
     )
-    return total._replace(**dict(zip(Backward._fields, updated, strict=False)))
+    return Gradients(*updated)
 
 
 def normalise_backward_sums(
-    spec: DenseSpec, params: DenseParams, statistics: DenseStatistics, z, d_hidden, index, total: Backward
-) -> Backward:
-    """`total` with the sums of the second normalisation of the layer that is `index` before the last.
+    spec: DenseSpec, params: DenseParams, statistics: DenseStatistics, z, d_hidden, index, sums: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Adds the sums of dy and dy * (z - mean) of the second normalisation, for the layer that is `index` before the last.
 
-    `z` is that layer's, or has a leading axis of layers.
+    `z` is that layer's, or has a leading axis of layers; `sums` have a row for each layer.
     """
     outputs = d_hidden.shape[-1]
     pixels = d_hidden.size // outputs
     tiles = _ceil_div(outputs, _TILE)
     share = _ceil_div(pixels, max(1, _PROGRAMS // tiles) * 64) * 64
-    written = total.sum_dy, total.sum_dy_z
     sum_dy, sum_dy_z = _launch(
         "normalise_backward_sums",
-        *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, index, *written),
-        out_shape=[*map(_type, written)],
+        *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, index, *sums),
+        out_shape=[*map(_type, sums)],
         input_output_aliases={7: 0, 8: 1},
         grid=(_ceil_div(pixels, share), tiles),
         num_warps=4,
@@ -248,4 +233,4 @@ def normalise_backward_sums(
         BN=_TILE,
         STAGES=3,
     )
-    return total._replace(sum_dy=sum_dy, sum_dy_z=sum_dy_z)
+    return sum_dy, sum_dy_z

@@ -48,15 +48,9 @@ def _store_tile(z, acc, sums_ptr, inside, columns, N: tl.constexpr, STATISTICS: 
 
 @triton.jit
 def _finish(
-    sums_ptr,
-    count_ptr,
-    mean_ptr,
-    var_ptr,
-    PROGRAMS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    sums_ptr, count_ptr, mean_ptr, var_ptr,
+    PROGRAMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """The last of the programs writes means and variances of N columns, from sums over M rows, and leaves zeros."""
     tl.debug_barrier()  # all threads have added
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PROGRAMS - 1:
@@ -93,7 +87,7 @@ def convolve(
     first = _first_row(layer, IN, GROWTH, ALIGN)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < M
-    row = row.to(tl.int64) if M * LD >= 2**31 else row
+    row = row.to(tl.int64) if M * (LD + N) >= 2**31 else row
     columns = tl.arange(0, 64)
     acc0 = tl.zeros((BM, 64), tl.float32)
     acc1 = tl.zeros((BM, 64), tl.float32)
@@ -221,7 +215,7 @@ def convolve_backward(
     for r in tl.range(low, tl.minimum(M, low + per_share), BM, num_stages=STAGES):
         row = r + tl.arange(0, BM)
         inside = row < M
-        row = row.to(tl.int64) if M * LD >= 2**31 else row
+        row = row.to(tl.int64) if M * (LD + N) >= 2**31 else row
         dz = dz_ptr + row[:, None] * N + columns[None, :]
         dz0 = tl.load(dz, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
         d_hidden = tl.dot(dz0, tl.trans(w0))
