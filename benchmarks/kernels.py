@@ -23,7 +23,7 @@ import tyro
 from flax import nnx
 
 import memjax
-from benchmarks import long_context, record
+from benchmarks import cross_entropy, long_context, record
 from experiments.models.densenet import densenet
 
 Case = Literal["densenet", "loss", "plain loss", "loss in little memory", "feed forward", "feed forward, tiled"]
@@ -54,34 +54,20 @@ def dense_network() -> Made:
 
 def head(loss: Callable[..., Any], tokens: int = 4096, dim: int = 4096) -> Made:
     """A loss with 128,256 entries, and its gradients."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (tokens, dim), jnp.bfloat16)
-    w = (jax.random.normal(keys[1], (128256, dim), jnp.float32) / dim**0.5).astype(jnp.bfloat16)
-    return jax.value_and_grad(loss, argnums=(0, 1)), (x, w, jax.random.randint(keys[2], (tokens,), 0, 128256))
-
-
-def plain_loss(x: Any, w: Any, labels: Any) -> Any:
-    z = jnp.einsum("nd,vd->nv", x, w).astype(jnp.float32)
-    return (jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]).mean()
-
-
-in_little_memory = functools.partial(memjax.linear_cross_entropy, implementation="recompute")
+    config = cross_entropy.Config(tokens, dim, 128256)
+    return cross_entropy.both_gradients(loss), config.inputs(config.tokens, config.vocabulary)
 
 
 def feed_forward(recipe: str) -> Made:
     """The gradient of a feed-forward layer of Llama 3 8B's shape for 65,536 tokens."""
-    decoder = dataclasses.replace(long_context.llama.SHAPES["8B"], layers=1, vocabulary=2)
-    run = functools.partial(long_context.llama.feed_forward, long_context.parse(recipe))
-    p = jax.tree.map(lambda a: a[0], long_context._params(decoder)["layers"])
-    keys = jax.random.split(jax.random.key(1))
-    x, ct = (jax.random.normal(key, (1, 65536, decoder.dim), decoder.dtype) for key in keys)
-    return (lambda p, x, ct: jax.vjp(run, p, x)[1](ct)), (p, x, ct)
+    return long_context.gradient_of_layer(long_context.llama.SHAPES["8B"], "feed_forward", recipe, 65536)
 
 
+in_little_memory = functools.partial(memjax.linear_cross_entropy, implementation="recompute")
 CASES: dict[Case, Callable[[], Made]] = {
     "densenet": dense_network,
     "loss": functools.partial(head, memjax.linear_cross_entropy),
-    "plain loss": functools.partial(head, plain_loss),
+    "plain loss": functools.partial(head, cross_entropy.plain),
     "loss in little memory": functools.partial(head, in_little_memory, 32768, 2560),
     "feed forward": functools.partial(feed_forward, "plain"),
     "feed forward, tiled": functools.partial(feed_forward, "tiled+plain"),

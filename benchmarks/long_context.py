@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -147,28 +148,30 @@ def _stack(decoder: LlamaConfig, case: dict) -> dict:
     return {**found, "temp_bytes": gradient.bytes.temp, "seconds": seconds[1:]}
 
 
-def _layer(decoder: LlamaConfig, case: dict) -> dict:
-    """A layer, or its second half: gradients of parameters and input, for a cotangent of the result."""
-    recipe, length = parse(case["recipe"]), case["length"]
-    run = functools.partial(llama.layer, decoder, recipe)
-    if case["part"] == "feed_forward":
-        run = functools.partial(llama.feed_forward, recipe)
-
-    @jax.jit
-    def step(p, x, ct):
-        return jax.vjp(run, p, x)[1](ct)
-
+def gradient_of_layer(
+    decoder: LlamaConfig, part: Literal["layer", "feed_forward"], recipe: str, length: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradients of parameters and input of a layer, or of its second half, for a cotangent of the result; and arguments."""
+    run = functools.partial(llama.layer, decoder, parse(recipe))
+    if part == "feed_forward":
+        run = functools.partial(llama.feed_forward, parse(recipe))
     one = dataclasses.replace(decoder, layers=1, vocabulary=2)
     p = jax.tree.map(lambda a: a[0], _params(one)["layers"])
     x, ct = (
         jax.random.normal(key, (1, length, decoder.dim), decoder.dtype) for key in jax.random.split(jax.random.key(1))
     )
-    compiled = step.lower(p, x, ct).compile({**memjax.remat_compiler_options()})
+    return (lambda p, x, ct: jax.vjp(run, p, x)[1](ct)), (p, x, ct)
+
+
+def _layer(decoder: LlamaConfig, case: dict) -> dict:
+    length = case["length"]
+    step, args = gradient_of_layer(decoder, case["part"], case["recipe"], length)
+    compiled = jax.jit(step).lower(*args).compile({**memjax.remat_compiler_options()})
     memory: Any = compiled.memory_analysis()
     ms = []
     for _ in range(5 * case["repeats"] + 1):
         begin = time.perf_counter()
-        jax.block_until_ready(compiled(p, x, ct))
+        jax.block_until_ready(compiled(*args))
         ms.append(1e3 * (time.perf_counter() - begin))
     temp = memory.temp_size_in_bytes
     return {
