@@ -8,7 +8,7 @@ from benchmarks.tables.markdown import gib, load, table
 def dense() -> str:
     """The kernels of DenseNet-264, grouped."""
     environment, rows = load("kernels")
-    row = _row(rows, "densenet", "after")
+    row = row_of(rows, "densenet")
     groups = {"convolve_backward": 0.0, "convolve": 0.0, "cuDNN's convolutions": 0.0, "all others": 0.0}
     for kernel in row["longest"]:
         name = kernel["name"]
@@ -30,7 +30,7 @@ def loss() -> str:
     }
     body = []
     for (case, version), label in names.items():
-        row = _row(rows, case, version)
+        row = row_of(rows, case, version)
         products = sum(kernel["ms"] for kernel in row["longest"] if kernel["name"].startswith("nvjet"))
         shown = (row["ms"], row["ms_busy"], products)
         body.append([label, *(f"{ms:.1f}" for ms in shown), gib(row["temp_bytes"])])
@@ -44,5 +44,6 @@ def loss() -> str:
     return table(header, body, [environment], "kernels")
 
 
-def _row(rows: list[dict[str, Any]], case: str, version: str) -> dict[str, Any]:
+def row_of(rows: list[dict[str, Any]], case: str, version: str = "after") -> dict[str, Any]:
+    """A case, of one version where there are two."""
     return next(row for row in rows if row["case"] == case and row.get("version", version) == version)

@@ -1,10 +1,14 @@
 """Sentences of `docs/benchmarks/`, but for those on compressed activations."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
+from benchmarks.tables.kernels import row_of
 from benchmarks.tables.markdown import load
 from benchmarks.tables.prose.guides import workspace
 from benchmarks.tables.prose.rows import by, percent
+from experiments.models.densenet import SIZES
+from memjax._core.program import costs
 
 
 def scan_by_flax() -> str:
@@ -125,7 +129,23 @@ def little_memory() -> str:
     )
 
 
+def gradients_of_features() -> str:
+    row = row_of(load("kernels")[1], "densenet")
+    ms = next(kernel["ms"] for kernel in row["longest"] if kernel["name"] == "convolve_backward")
+    layers, growth = SIZES[264]
+    channels, side, read = 2 * growth, 56, 0  # pairs of a pixel and a channel
+    for block in layers:
+        read += 64 * side**2 * sum(channels + growth * layer for layer in range(block))
+        channels, side = (channels + growth * block) // 2, side // 2
+    rate = costs.device(SimpleNamespace(device_kind="H200", platform="gpu")).nbytes
+    return (
+        f"Those {10 * read / 1e9:.0f} GB alone would take {1e3 * 10 * read / rate:.1f} of its {ms:.1f} ms "
+        f"at {rate / 1e12:.0f} TB/s."
+    )
+
+
 SENTENCES: dict[str, list[Callable[[], str]]] = {
+    "docs/benchmarks/dense-block.md": [gradients_of_features],
     "docs/benchmarks/scan.md": [scan_by_flax, loops, chunks],
     "docs/benchmarks/plan.md": [scanned, least_of_unrolled, noise],
     "docs/benchmarks/linear-cross-entropy.md": [gradients_of_head, little_memory],
