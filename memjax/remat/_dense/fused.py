@@ -1,5 +1,6 @@
 """The passes over a dense block's shared buffer by the kernels of `triton`, which write into arrays of all layers in place."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,29 +21,41 @@ def _loop(layers: int, body, state):
     return lax.fori_loop(np.int32(0), np.int32(layers), body, state)
 
 
+def _gain_and_shift(spec: DenseSpec, scale, bias, mean, var):
+    """What a normalisation multiplies channels by, and adds."""
+    gain = scale.astype(jnp.float32) * lax.rsqrt(var + spec.epsilon)
+    return gain, bias.astype(jnp.float32) - mean * gain
+
+
 def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
     """Features, the statistics that were used, and outputs of bottlenecks with a leading axis of layers, or None."""
     # Everything in these is written before it is read.
     features = lax.empty((*x.shape[:-1], spec.out_features), x.dtype)
     features = lax.dynamic_update_slice_in_dim(features, x, 0, axis=3)
+    room = (0, spec.num_layers * spec.growth_rate)
     if spec.use_running_average:
         mean, var, mean2, var2 = (a.astype(jnp.float32) for a in running)
     else:
         # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
-        mean, var = (jnp.pad(a, (0, spec.num_layers * spec.growth_rate)) for a in moments(x))
+        mean, var = (jnp.pad(a, room) for a in moments(x))
         mean2 = var2 = jnp.zeros((spec.num_layers, spec.width), jnp.float32)
+    second = _gain_and_shift(spec, params.scale2, params.bias2, mean2, var2)
+    read = spec.in_features  # by the first layer
+    first = _gain_and_shift(spec, params.scale1[:read], params.bias1[:read], mean[:read], var[:read])
     sums = jnp.zeros((2, spec.width), jnp.float32), jnp.zeros((2, spec.growth_rate), jnp.float32)
     counts = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     z = lax.empty((spec.num_layers, *x.shape[:-1], spec.width), x.dtype) if save_z else None
-    state = triton.Forward(features, mean, var, z, mean2, var2, sums, counts)
+    gain, shift = (jnp.pad(a, room) for a in first)
+    gain2, shift2 = second
+    state = triton.Forward(features, mean, var, gain, shift, z, mean2, var2, gain2, shift2, sums, counts)
     rows = params.kernel1.astype(x.dtype)
 
     def layer(i, state: triton.Forward) -> triton.Forward:
         state, z = triton.convolve(spec, params, rows, state, i)
-        gain = _of_layer(params.scale2, i).astype(jnp.float32) * lax.rsqrt(_of_layer(state.var2, i) + spec.epsilon)
-        hidden = norm_relu(z, _of_layer(state.mean2, i), gain, _of_layer(params.bias2, i).astype(jnp.float32))
+        hidden = z.astype(jnp.float32) * _of_layer(state.gain2, i) + _of_layer(state.shift2, i)
+        hidden = jax.nn.relu(hidden).astype(z.dtype)
         new = dropout(spec, key, i, conv3x3(hidden, _of_layer(params.kernel2, i)))
-        return triton.append(spec, state, new, i)
+        return triton.append(spec, params, state, new, i)
 
     state = _loop(spec.num_layers, layer, vary(state, varying_axes(x, rows)))
     consumed = spec.out_features - spec.growth_rate
@@ -59,6 +72,10 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
     extended = lambda a, value: jnp.pad(a.astype(jnp.float32), (0, spec.growth_rate), constant_values=value)
     mean, var = extended(statistics.mean1, 0), extended(statistics.var1, 1)
     rows = params.kernel1.astype(features.dtype)
+    # A slice as long as the widest layer's is to end inside, also from the last layer's first row on.
+    affine = [jnp.pad(a, (0, spec.out_features)) for a in (params.scale1, params.bias1)]
+    # Once for all layers: in the loop it would be a kernel of its own, for a few numbers.
+    gain2 = params.scale2.astype(jnp.float32) * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
 
     def layer(index, state):
         total, sums, kernel2 = state
@@ -66,14 +83,15 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
         d_new = put_off(spec, features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(features.dtype))
         if z is None:
-            every = here = triton.convolve_again(spec, params, rows, features, mean, var, index)
+            # Channels that the layer does not read get numbers of others, which nobody reads.
+            scale, bias = (lax.dynamic_slice_in_dim(a, spec.offset(i), spec.out_features) for a in affine)
+            gain1, shift1 = _gain_and_shift(spec, scale, bias, mean, var)
+            every = here = triton.convolve_again(spec, params, rows, features, gain1, shift1, index)
         else:
             every, here = z, _of_layer(z, i)
-        mean2, var2, scale2, bias2 = (
-            _of_layer(a, i).astype(jnp.float32)
-            for a in (statistics.mean2, statistics.var2, params.scale2, params.bias2)
+        mean2, var2, gain, bias2 = (
+            _of_layer(a, i).astype(jnp.float32) for a in (statistics.mean2, statistics.var2, gain2, params.bias2)
         )
-        gain = scale2 * lax.rsqrt(var2 + spec.epsilon)
         hidden = norm_relu(here, mean2, gain, bias2)
         d_hidden, d_kernel2 = conv3x3_backward(hidden, _of_layer(params.kernel2, i), d_new)
         sums = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, sums)

@@ -1,7 +1,7 @@
 """What a dense layer does to the feature buffer and its gradient, as fused GPU kernels; `xla` says what they compute.
 
 No kernel writes the normalised tensor. With c input channels, N outputs and M pixels, `convolve` reads M c features and
-writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per 32 channels, mostly from cache),
+writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per 128 channels, mostly from cache),
 and updates M c float32 gradients. The number of the layer is read from memory at run time, so that one compiled kernel
 serves all layers of a block. Kernels write into arrays of all layers in place.
 
@@ -25,20 +25,29 @@ _PROGRAMS = 528  # that passes over pixels are divided among: four for each mult
 
 
 class Forward(NamedTuple):
-    """What the forward pass writes. C = out_features, L = layers, N = outputs of a bottleneck."""
+    """What the forward pass writes. C = out_features, L = layers, N = outputs of a bottleneck.
+
+    Normalised, a channel is relu(x * gain + shift). There are gains and shifts of features for one layer at a time, and of
+    bottlenecks for all.
+    """
 
     features: Float[Array, "b h w C"]
     mean: Float[Array, " C"]
     var: Float[Array, " C"]
+    gain: Float[Array, " C"]
+    shift: Float[Array, " C"]
     z: Float[Array, "L b h w N"] | None  # outputs of bottlenecks, where they are kept
     mean2: Float[Array, "L N"]
     var2: Float[Array, "L N"]
+    gain2: Float[Array, "L N"]
+    shift2: Float[Array, "L N"]
     sums: tuple[Float[Array, "2 N"], Float[Array, "2 k"]]  # zero between kernels
     counts: tuple[Int[Array, " 1"], Int[Array, " 1"]]  # of programs that have added to these; zero between kernels
 
 
-# Pixels and channels per program, warps and stages of `convolve_backward`; the fastest of ten tried on an H200.
-_BACKWARD = (64, 32, 4, 3)
+# Pixels and channels per program, warps, stages and programs (one for each multiprocessor, which they fill) of
+# `convolve_backward`; the fastest of forty tried on an H200.
+_BACKWARD = (32, 128, 8, 3, 132)
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
@@ -99,43 +108,48 @@ def _sizes(spec: DenseSpec, features: Any) -> dict[str, Any]:
 
 
 def convolve(spec: DenseSpec, params: DenseParams, rows, state: Forward, layer) -> tuple[Forward, Any]:
-    """The 1x1 convolution of a layer, and the mean and variance of its outputs unless running ones are used."""
-    statistics = not spec.use_running_average
-    written = (state.mean2, state.var2, state.sums[0], state.counts[0]) if statistics else ()
-    z, *found = _convolve(spec, params, rows, state.features, state.mean, state.var, layer, -1, state.z, written)
-    if statistics:
-        mean2, var2, sums, count = found
-        state = state._replace(mean2=mean2, var2=var2, sums=(sums, state.sums[1]), counts=(count, state.counts[1]))
+    """The 1x1 convolution of a layer; unless running averages are used, also what normalises its outputs."""
+    names = () if spec.use_running_average else ("mean2", "var2", "gain2", "shift2")
+    written = [getattr(state, name) for name in names]
+    if names:
+        written += [state.sums[0], state.counts[0]]
+    z, *written = _convolve(
+        spec, params, rows, state.features, state.gain, state.shift, layer, -1, state.z, tuple(written)
+    )
+    if names:
+        *found, sums, count = written
+        state = state._replace(sums=(sums, state.sums[1]), counts=(count, state.counts[1]))
+        state = state._replace(**dict(zip(names, found, strict=True)))
     if state.z is None:
         return state, z
     return state._replace(z=z), jax.lax.dynamic_index_in_dim(z, layer, 0, keepdims=False)
 
 
-def convolve_again(spec: DenseSpec, params: DenseParams, rows, features, mean, var, index):
+def convolve_again(spec: DenseSpec, params: DenseParams, rows, features, gain, shift, index):
     """The output of the 1x1 convolution of the layer that is `index` before the last."""
-    return _convolve(spec, params, rows, features, mean, var, index, spec.num_layers - 1, None, ())[0]
+    return _convolve(spec, params, rows, features, gain, shift, index, spec.num_layers - 1, None, ())[0]
 
 
 def _convolve(
-    spec: DenseSpec, params: DenseParams, rows, features, mean, var, number, last: int, z, written: tuple[Any, ...]
+    spec: DenseSpec, params: DenseParams, rows, features, gain, shift, number, last: int, z, written: tuple[Any, ...]
 ) -> list[Any]:
-    """The output, or `z` with it in its place, and `written`: arrays for means, variances and what finds them, or nothing."""
+    """The output, or `z` with it in its place, and what is `written`: what normalises it and finds that, or nothing."""
     sizes = _sizes(spec, features)
     pixels, outputs = sizes["M"], rows.shape[-1]
-    # Few pixels: more programs by giving each fewer rows. More than one program for a tile are no faster (H200).
-    block = 128 if pixels >= 128 * 256 else 64
+    block, channels, stages = _forward_tiles(pixels)
     tiles = _ceil_div(pixels, block)
     one = jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype)
     nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
+    first = _TILE if outputs <= _TILE else 2 * _TILE
     out = _launch(
         "convolve",
-        *(features, mean, var, params.scale1, params.bias1, rows, number),
-        *((features if z is None else z), *(written or (mean,) * 4)),
-        out_shape=[one if z is None else _type(z), *(map(_type, written) if written else [nothing] * 4)],
-        input_output_aliases={7 + i: i for i in range(5) if (z is not None if i == 0 else written)},
+        *(features, gain, shift, rows, params.scale2, params.bias2, number),
+        *((features if z is None else z), *(written or (gain,) * 6)),
+        out_shape=[one if z is None else _type(z), *(map(_type, written) if written else [nothing] * 6)],
+        input_output_aliases={7 + i: i for i in range(7) if (z is not None if i == 0 else written)},
         grid=(tiles,),
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
         N=outputs,
         PADDED=_power_of_two(outputs),
         EPSILON=spec.epsilon,
@@ -144,36 +158,56 @@ def _convolve(
         STATISTICS=bool(written),
         PROGRAMS=tiles,
         BM=block,
-        BK=64,
-        NT=_ceil_div(outputs, _TILE),
+        BK=channels,
+        BN0=first,
+        BN1=_TILE if outputs <= first + _TILE else 2 * _TILE,
         **sizes,
     )
     return list(out) if written else [out[0]]
 
 
-def append(spec: DenseSpec, state: Forward, new, layer) -> Forward:
-    """Writes a layer's features, and unless running ones are used their mean and variance."""
+def _forward_tiles(pixels: int) -> tuple[int, int, int]:
+    """Pixels of a program of `convolve`, channels of a step and stages; the fastest of a dozen tried on an H200.
+
+    With many programs, small steps, so that several programs fit on a multiprocessor. With fewer than there are
+    multiprocessors, large steps, and fewer pixels each.
+    """
+    if pixels >= 4 * 132 * 64:
+        return 64, 32, 3
+    if pixels >= 132 * 64:
+        return 64, 64, 3
+    return 32, 128, 3
+
+
+def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> Forward:
+    """Writes a layer's features and what normalises the next layer's input."""
     sizes = _sizes(spec, state.features)
     block = 32
     share = _ceil_div(_ceil_div(sizes["M"], _PROGRAMS), block) * block
     programs = _ceil_div(sizes["M"], share)
-    written = state.features, state.mean, state.var, state.sums[1], state.counts[1]
-    features, mean, var, sums, count = _launch(
+    written = (
+        *(state.features, state.mean, state.var, state.gain, state.shift),
+        *(state.sums[1], state.counts[1]),
+    )
+    features, mean, var, gain, shift, sums, count = _launch(
         "append",
-        *(new, layer, *written),
+        *(new, params.scale1, params.bias1, layer, *written),
         out_shape=[*map(_type, written)],
-        input_output_aliases={2 + i: i for i in range(5)},
+        input_output_aliases={4 + i: i for i in range(7)},
         grid=(programs,),
         num_warps=4,
         PADDED=_power_of_two(spec.growth_rate),
+        EPSILON=spec.epsilon,
+        LAYERS=spec.num_layers,
         STATISTICS=not spec.use_running_average,
         PROGRAMS=programs,
         ROWS=share,
         BM=block,
+        SHARE=_power_of_two(_ceil_div(sizes["LD"], programs)),
         **sizes,
     )
     sums, counts = (state.sums[0], sums), (state.counts[0], count)
-    return state._replace(features=features, mean=mean, var=var, sums=sums, counts=counts)
+    return state._replace(features=features, mean=mean, var=var, gain=gain, shift=shift, sums=sums, counts=counts)
 
 
 def convolve_backward(
@@ -181,8 +215,8 @@ def convolve_backward(
 ) -> Gradients:
     """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
     sizes = _sizes(spec, features)
-    block, channels, warps, stages = _BACKWARD
-    programs = max(_PROGRAMS, _ceil_div(features.shape[-1], channels))
+    block, channels, warps, stages, programs = _BACKWARD
+    programs = max(programs, _ceil_div(features.shape[-1], channels))
     updated = _launch(
         "convolve_backward",
         *(features, mean, var, params.scale1, params.bias1, rows, d_out, index, *total),

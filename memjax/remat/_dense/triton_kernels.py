@@ -37,21 +37,32 @@ def _hidden(x, mean, gain, bias):
 
 @triton.jit
 def _store_tile(z, acc, sums_ptr, inside, columns, N: tl.constexpr, STATISTICS: tl.constexpr):
-    """Store a tile of outputs, and add the columns' sums, and sums of squares, of what was stored."""
+    """Stores a tile of outputs, the transpose of `acc`, and adds the sums and sums of squares of its columns, as stored."""
     kept = acc.to(z.dtype.element_ty)
-    tl.store(z, kept, mask=inside[:, None] & (columns < N)[None, :])
+    tl.store(z, tl.trans(kept), mask=inside[:, None] & (columns < N)[None, :])
     if STATISTICS:
         wide = kept.to(tl.float32)  # rows outside hold zeros
-        tl.atomic_add(sums_ptr + columns, tl.sum(wide, 0), mask=columns < N, sem="relaxed")
-        tl.atomic_add(sums_ptr + N + columns, tl.sum(wide * wide, 0), mask=columns < N, sem="relaxed")
+        tl.atomic_add(sums_ptr + columns, tl.sum(wide, 1), mask=columns < N, sem="relaxed")
+        tl.atomic_add(sums_ptr + N + columns, tl.sum(wide * wide, 1), mask=columns < N, sem="relaxed")
+
+
+@triton.jit
+def _store_norm(scale_ptr, bias_ptr, gain_ptr, shift_ptr, at, mean, var, mask, EPSILON: tl.constexpr):
+    """Writes what a normalisation multiplies channels by and adds: x * gain + shift = (x - mean) / sqrt(var) * scale + bias."""
+    gain = tl.load(scale_ptr + at, mask=mask, other=0.0) * tl.rsqrt(var + EPSILON)
+    tl.store(gain_ptr + at, gain, mask=mask)
+    tl.store(shift_ptr + at, tl.load(bias_ptr + at, mask=mask, other=0.0) - mean * gain, mask=mask)
 
 
 @triton.jit
 def _finish(
-    sums_ptr, count_ptr, mean_ptr, var_ptr,
-    PROGRAMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
+    sums_ptr, count_ptr, mean_ptr, var_ptr, scale_ptr, bias_ptr, gain_ptr, shift_ptr, used,
+    PROGRAMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """The last of the programs writes means and variances of N columns, from sums over M rows, and leaves zeros."""
+    """The last of the programs writes means and variances of N columns, from sums over M rows, and leaves zeros.
+
+    If they are `used`, it also writes the gains and shifts of their normalisation.
+    """
     tl.debug_barrier()  # all threads have added
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PROGRAMS - 1:
         columns = tl.arange(0, PADDED)
@@ -62,6 +73,7 @@ def _finish(
         var = tl.maximum(square - mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mean_ptr + columns, mean, mask=live)
         tl.store(var_ptr + columns, var, mask=live)
+        _store_norm(scale_ptr, bias_ptr, gain_ptr, shift_ptr, columns, mean, var, live & used, EPSILON)
         tl.debug_barrier()
         nothing = tl.zeros((PADDED,), tl.float32)
         tl.store(sums_ptr + columns, nothing, mask=live)
@@ -71,16 +83,17 @@ def _finish(
 
 @triton.jit
 def convolve(
-    x_ptr, mean_ptr, var_ptr, scale_ptr, bias_ptr, w_ptr, layer_ptr,
-    z_in_ptr, mean2_in_ptr, var2_in_ptr, sums_in_ptr, count_in_ptr,
-    z_ptr, mean2_ptr, var2_ptr, sums_ptr, count_ptr,
+    x_ptr, gain_ptr, shift_ptr, w_ptr, scale2_ptr, bias2_ptr, layer_ptr,
+    z_in_ptr, mean2_in_ptr, var2_in_ptr, gain2_in_ptr, shift2_in_ptr, sums_in_ptr, count_in_ptr,
+    z_ptr, mean2_ptr, var2_ptr, gain2_ptr, shift2_ptr, sums_ptr, count_ptr,
     M: tl.constexpr, LD: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, IN: tl.constexpr, GROWTH: tl.constexpr,
     ALIGN: tl.constexpr, EPSILON: tl.constexpr, LAST: tl.constexpr, STACKED: tl.constexpr, STATISTICS: tl.constexpr,
-    PROGRAMS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NT: tl.constexpr,
+    PROGRAMS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
 ):  # fmt: skip
-    """z = relu((x[:, :c] - mean) * gain + bias) @ w[first : first + c], and the mean and variance of its columns.
+    """z = relu(x[:, :c] * gain + shift) @ w[first : first + c], its columns' means and variances, and their normalisation.
 
-    If STACKED, z has a place for every layer. Every `_in` pointer is the same memory as its output.
+    If STACKED, z has a place for every layer. Every `_in` pointer is the same memory as its output. The products are
+    those of the transposes: then each value is normalised by one thread, and goes to the tensor cores from shared memory.
     """
     layer = _layer(layer_ptr, LAST)
     channels = _channels(layer, IN, GROWTH, ALIGN)
@@ -88,55 +101,63 @@ def convolve(
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = row < M
     row = row.to(tl.int64) if M * (LD + N) >= 2**31 else row
-    columns = tl.arange(0, 64)
-    acc0 = tl.zeros((BM, 64), tl.float32)
-    acc1 = tl.zeros((BM, 64), tl.float32)
-    acc2 = tl.zeros((BM, 64), tl.float32)
-    acc3 = tl.zeros((BM, 64), tl.float32)
+    columns0 = tl.arange(0, BN0)
+    columns1 = BN0 + tl.arange(0, BN1)
+    acc0 = tl.zeros((BN0, BM), tl.float32)
+    acc1 = tl.zeros((BN1, BM), tl.float32)
     for k in range(0, channels, BK):
         ch = k + tl.arange(0, BK)
         live = ch < channels
         here = live[None, :] if M % BM == 0 else inside[:, None] & live[None, :]
         x = tl.load(x_ptr + row[:, None] * LD + ch[None, :], mask=here, other=0.0)
-        mean = tl.load(mean_ptr + ch, mask=live, other=0.0)
-        gain = tl.load(scale_ptr + first + ch, mask=live, other=0.0)
-        gain *= tl.rsqrt(tl.load(var_ptr + ch, mask=live, other=1.0) + EPSILON)
-        bias = tl.load(bias_ptr + first + ch, mask=live, other=0.0)
-        a = _hidden(x, mean, gain, bias)
+        gain = tl.load(gain_ptr + ch, mask=live, other=0.0)
+        shift = tl.load(shift_ptr + ch, mask=live, other=0.0)
+        a = tl.maximum(x.to(tl.float32) * gain[None, :] + shift[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
         if M % BM != 0:
             a = tl.where(inside[:, None], a, 0.0)  # the sums of rows outside are taken
-        a = a.to(x_ptr.dtype.element_ty)
-        w = w_ptr + (first + ch)[:, None] * N + columns[None, :]
-        acc0 = tl.dot(a, tl.load(w, mask=live[:, None] & (columns < N)[None, :], other=0.0), acc0)
-        if NT > 1:
-            acc1 = tl.dot(a, tl.load(w + 64, mask=live[:, None] & (columns + 64 < N)[None, :], other=0.0), acc1)
-        if NT > 2:
-            acc2 = tl.dot(a, tl.load(w + 128, mask=live[:, None] & (columns + 128 < N)[None, :], other=0.0), acc2)
-        if NT > 3:
-            acc3 = tl.dot(a, tl.load(w + 192, mask=live[:, None] & (columns + 192 < N)[None, :], other=0.0), acc3)
+        a = tl.trans(a.to(x_ptr.dtype.element_ty))
+        w = w_ptr + (first + ch)[:, None] * N
+        w0 = tl.load(w + columns0[None, :], mask=live[:, None] & (columns0 < N)[None, :], other=0.0)
+        acc0 = tl.dot(tl.trans(w0), a, acc0)
+        if N > BN0:
+            w1 = tl.load(w + columns1[None, :], mask=live[:, None] & (columns1 < N)[None, :], other=0.0)
+            acc1 = tl.dot(tl.trans(w1), a, acc1)
     if STACKED:
         z_ptr += layer.to(tl.int64) * (M * N)
-    z = z_ptr + row[:, None] * N + columns[None, :]
-    _store_tile(z, acc0, sums_ptr, inside, columns, N, STATISTICS)
-    if NT > 1:
-        _store_tile(z + 64, acc1, sums_ptr, inside, columns + 64, N, STATISTICS)
-    if NT > 2:
-        _store_tile(z + 128, acc2, sums_ptr, inside, columns + 128, N, STATISTICS)
-    if NT > 3:
-        _store_tile(z + 192, acc3, sums_ptr, inside, columns + 192, N, STATISTICS)
+    z = z_ptr + row[:, None] * N
+    _store_tile(z + columns0[None, :], acc0, sums_ptr, inside, columns0, N, STATISTICS)
+    if N > BN0:
+        _store_tile(z + columns1[None, :], acc1, sums_ptr, inside, columns1, N, STATISTICS)
     if STATISTICS:
-        _finish(sums_ptr, count_ptr, mean2_ptr + layer * N, var2_ptr + layer * N, PROGRAMS, M, N, PADDED)
+        at = layer * N
+        _finish(
+            sums_ptr, count_ptr, mean2_ptr + at, var2_ptr + at, scale2_ptr + at, bias2_ptr + at, gain2_ptr + at,
+            shift2_ptr + at, True, PROGRAMS, M, N, PADDED, EPSILON,
+        )  # fmt: skip
 
 
 @triton.jit
 def append(
-    new_ptr, layer_ptr, x_in_ptr, mean_in_ptr, var_in_ptr, sums_in_ptr, count_in_ptr,
-    x_ptr, mean_ptr, var_ptr, sums_ptr, count_ptr,
+    new_ptr, scale_ptr, bias_ptr, layer_ptr,
+    x_in_ptr, mean_in_ptr, var_in_ptr, gain_in_ptr, shift_in_ptr, sums_in_ptr, count_in_ptr,
+    x_ptr, mean_ptr, var_ptr, gain_ptr, shift_ptr, sums_ptr, count_ptr,
     M: tl.constexpr, LD: tl.constexpr, IN: tl.constexpr, GROWTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr,
-    STATISTICS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    EPSILON: tl.constexpr, LAYERS: tl.constexpr, STATISTICS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Writes a layer's new features behind those that it read, and their mean and variance."""
-    start = _channels(_layer(layer_ptr, -1), IN, GROWTH, ALIGN)
+    """Writes a layer's new features behind those that it read, their means and variances, and the next layer's normalisation.
+
+    A program has a share of the rows, and of the channels that there were.
+    """
+    layer = _layer(layer_ptr, -1)
+    start = _channels(layer, IN, GROWTH, ALIGN)
+    following = _first_row(layer + 1, IN, GROWTH, ALIGN)
+    used = layer + 1 < LAYERS
+    ch = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    known = used & (ch < (start if STATISTICS else start + GROWTH))
+    mean = tl.load(mean_ptr + ch, mask=known, other=0.0)
+    var = tl.load(var_ptr + ch, mask=known, other=1.0)
+    _store_norm(scale_ptr + following, bias_ptr + following, gain_ptr, shift_ptr, ch, mean, var, known, EPSILON)
     columns = tl.arange(0, PADDED)
     live = columns < GROWTH
     total = tl.zeros((BM, PADDED), tl.float32)
@@ -153,7 +174,11 @@ def append(
     if STATISTICS:
         tl.atomic_add(sums_ptr + columns, tl.sum(total, 0), mask=live, sem="relaxed")
         tl.atomic_add(sums_ptr + GROWTH + columns, tl.sum(squares, 0), mask=live, sem="relaxed")
-        _finish(sums_ptr, count_ptr, mean_ptr + start, var_ptr + start, PROGRAMS, M, GROWTH, PADDED)
+        at = following + start
+        _finish(
+            sums_ptr, count_ptr, mean_ptr + start, var_ptr + start, scale_ptr + at, bias_ptr + at, gain_ptr + start,
+            shift_ptr + start, used, PROGRAMS, M, GROWTH, PADDED, EPSILON,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -168,7 +193,8 @@ def convolve_backward(
     """Adds g += dy * gain, dw += hidden^T dz, and the four vectors of sums, with dy = (dz @ w^T) where hidden > 0.
 
     Every `_in` pointer is the same memory as its output. A program owns BC channels and a share of the rows: there are
-    as many shares as programs for every block of channels.
+    as many shares as programs for every block of channels. The products are those of the transposes: a channel is a row
+    of a tile, so its sums over pixels stay in few threads. g is not read: the cache adds to it.
     """
     layer = _layer(layer_ptr, LAST)
     channels = _channels(layer, IN, GROWTH, ALIGN)
@@ -184,9 +210,8 @@ def convolve_backward(
     mean = tl.load(mean_ptr + ch, mask=live, other=0.0)
     inverse = tl.rsqrt(tl.load(var_ptr + ch, mask=live, other=1.0) + EPSILON)
     scale = tl.load(scale_ptr + first + ch, mask=live, other=0.0)
-    bias = tl.load(bias_ptr + first + ch, mask=live, other=0.0)
     gain = scale * inverse
-    dtype = x_ptr.dtype.element_ty
+    shift = tl.load(bias_ptr + first + ch, mask=live, other=0.0) - mean * gain
     w = (first + ch)[:, None] * N + columns[None, :]
     in0 = live[:, None] & (columns < N)[None, :]
     in1 = live[:, None] & (columns + 64 < N)[None, :]
@@ -206,52 +231,51 @@ def convolve_backward(
     dw1 = tl.zeros((BC, 64), tl.float32)
     dw2 = tl.zeros((BC, 64), tl.float32)
     dw3 = tl.zeros((BC, 64), tl.float32)
-    # Summed over rows after the loop: a reduction across warps in every step costs more than all the rest.
-    sum_dy = tl.zeros((BM, BC), tl.float32)
-    sum_dy_x = tl.zeros((BM, BC), tl.float32)
+    sum_dy = tl.zeros((BC,), tl.float32)
+    sum_dy_x = tl.zeros((BC,), tl.float32)
     per_share = tl.cdiv(tl.cdiv(M, BM), shares) * BM
     low = share * per_share
+    local = tl.arange(0, BM)
+    dz_at = local[:, None] * N + columns[None, :]
+    at = local[:, None] * LD + ch[None, :]
     # Stages by hand: without them, loads that do not feed a product are not fetched ahead.
     for r in tl.range(low, tl.minimum(M, low + per_share), BM, num_stages=STAGES):
-        row = r + tl.arange(0, BM)
-        inside = row < M
-        row = row.to(tl.int64) if M * (LD + N) >= 2**31 else row
-        dz = dz_ptr + row[:, None] * N + columns[None, :]
-        dz0 = tl.load(dz, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
-        d_hidden = tl.dot(dz0, tl.trans(w0))
+        inside = r + local < M
+        here = live[None, :] if M % BM == 0 else inside[:, None] & live[None, :]
+        r = r.to(tl.int64) if M * (LD + N) >= 2**31 else r
+        dz = dz_ptr + r * N
+        dz0 = _outputs(dz, dz_at, columns, inside, M, N, BM)
+        d_hidden = tl.dot(w0, tl.trans(dz0))
         if NT > 1:
-            dz1 = tl.load(dz + 64, mask=inside[:, None] & (columns + 64 < N)[None, :], other=0.0)
-            d_hidden = tl.dot(dz1, tl.trans(w1), d_hidden)
+            dz1 = _outputs(dz + 64, dz_at, columns + 64, inside, M, N, BM)
+            d_hidden = tl.dot(w1, tl.trans(dz1), d_hidden)
         if NT > 2:
-            dz2 = tl.load(dz + 128, mask=inside[:, None] & (columns + 128 < N)[None, :], other=0.0)
-            d_hidden = tl.dot(dz2, tl.trans(w2), d_hidden)
+            dz2 = _outputs(dz + 128, dz_at, columns + 128, inside, M, N, BM)
+            d_hidden = tl.dot(w2, tl.trans(dz2), d_hidden)
         if NT > 3:
-            dz3 = tl.load(dz + 192, mask=inside[:, None] & (columns + 192 < N)[None, :], other=0.0)
-            d_hidden = tl.dot(dz3, tl.trans(w3), d_hidden)
-        at = row[:, None] * LD + ch[None, :]
-        here = inside[:, None] & live[None, :]
-        x = tl.load(x_ptr + at, mask=here, other=0.0)
-        g = tl.load(g_in_ptr + at, mask=here, other=0.0)
-        hidden = _hidden(x, mean, gain, bias)
-        # Not `hidden > 0`, which would turn a NaN into a zero. Outside, dz is zero and so is d_hidden.
-        dy = tl.where(hidden <= 0, 0.0, d_hidden)
-        tl.store(g_ptr + at, g + dy * gain[None, :], mask=here)
-        sum_dy += dy
-        sum_dy_x += dy * (x.to(tl.float32) - mean[None, :])
-        a = tl.trans(tl.where(here, hidden, 0.0).to(dtype))
-        dw0 = tl.dot(a, dz0, dw0)
+            dz3 = _outputs(dz + 192, dz_at, columns + 192, inside, M, N, BM)
+            d_hidden = tl.dot(w3, tl.trans(dz3), d_hidden)
+        x = tl.trans(tl.load(x_ptr + r * LD + at, mask=here, other=0.0)).to(tl.float32)
+        y = x * gain[:, None] + shift[:, None]
+        # Not `y > 0`, which would turn a NaN into a zero. Outside, dz is zero and so is d_hidden.
+        off = y <= 0
+        dy = tl.where(off, 0.0, d_hidden)
+        tl.atomic_add(g_ptr + r * LD + at, tl.trans(dy * gain[:, None]), mask=here, sem="relaxed")
+        sum_dy += tl.sum(dy, 1)
+        sum_dy_x += tl.sum(dy * (x - mean[:, None]), 1)
+        hidden = tl.where(off, 0.0, y).to(x_ptr.dtype.element_ty)
+        dw0 = tl.dot(hidden, dz0, dw0)
         if NT > 1:
-            dw1 = tl.dot(a, dz1, dw1)
+            dw1 = tl.dot(hidden, dz1, dw1)
         if NT > 2:
-            dw2 = tl.dot(a, dz2, dw2)
+            dw2 = tl.dot(hidden, dz2, dw2)
         if NT > 3:
-            dw3 = tl.dot(a, dz3, dw3)
-    total_dy = tl.sum(sum_dy, 0)
-    total_dy_xhat = tl.sum(sum_dy_x, 0) * inverse
-    tl.atomic_add(d_bias_ptr + first + ch, total_dy, mask=live, sem="relaxed")
-    tl.atomic_add(d_scale_ptr + first + ch, total_dy_xhat, mask=live, sem="relaxed")
-    tl.atomic_add(mean_dy_ptr + ch, scale * total_dy / M, mask=live, sem="relaxed")
-    tl.atomic_add(mean_dy_xhat_ptr + ch, scale * total_dy_xhat / M, mask=live, sem="relaxed")
+            dw3 = tl.dot(hidden, dz3, dw3)
+    sum_dy_xhat = sum_dy_x * inverse
+    tl.atomic_add(d_bias_ptr + first + ch, sum_dy, mask=live, sem="relaxed")
+    tl.atomic_add(d_scale_ptr + first + ch, sum_dy_xhat, mask=live, sem="relaxed")
+    tl.atomic_add(mean_dy_ptr + ch, scale * sum_dy / M, mask=live, sem="relaxed")
+    tl.atomic_add(mean_dy_xhat_ptr + ch, scale * sum_dy_xhat / M, mask=live, sem="relaxed")
     tl.atomic_add(dw_ptr + w, dw0, mask=in0, sem="relaxed")
     if NT > 1:
         tl.atomic_add(dw_ptr + w + 64, dw1, mask=in1, sem="relaxed")
@@ -259,6 +283,16 @@ def convolve_backward(
         tl.atomic_add(dw_ptr + w + 128, dw2, mask=in2, sem="relaxed")
     if NT > 3:
         tl.atomic_add(dw_ptr + w + 192, dw3, mask=in3, sem="relaxed")
+
+
+@triton.jit
+def _outputs(dz, at, columns, inside, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr):
+    """A tile of the gradient of the outputs, with zeros outside; masked only where a tile may end outside."""
+    if N % 64 != 0:
+        return tl.load(dz + at, mask=inside[:, None] & (columns < N)[None, :], other=0.0)
+    if M % BM != 0:
+        return tl.load(dz + at, mask=inside[:, None], other=0.0)
+    return tl.load(dz + at)
 
 
 @triton.jit
