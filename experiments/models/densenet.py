@@ -165,7 +165,63 @@ def _stem(conv: nnx.Conv, norm: NormRelu | None, images):
     else:
         in_blocks = functools.partial(_conv7x7_in_blocks, conv.kernel[...])
         x = jax.lax.platform_dependent(images, cpu=lambda images: conv(images), default=in_blocks)
-    return nnx.max_pool(norm(x), (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+    return max_pool(norm(x))
+
+
+@jax.custom_vjp
+def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 c"]:
+    """The maxima of 3x3 windows at every second pixel, with a pixel of padding, as `nnx.max_pool` has them.
+
+    The gradient of `nnx.max_pool` scatters. Here every pixel gathers from the windows that chose it: one pass, whose sums
+    of up to four terms are rounded once. Forward and backward share a byte for every window.
+    """
+    return _maxima(x)[0]
+
+
+def _maxima(x):
+    """The maximum of every window, and which of its pixels is the first to have it."""
+    height, width = (-(-size // 2) for size in x.shape[1:3])
+    x = jnp.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)), constant_values=-jnp.inf)
+    best = x[:, 0 : 2 * height : 2, 0 : 2 * width : 2]
+    chosen = jnp.zeros(best.shape, jnp.uint8)
+    for k in range(1, 9):
+        top, left = divmod(k, 3)
+        pixel = x[:, top : top + 2 * height : 2, left : left + 2 * width : 2]
+        better = (pixel > best) | jnp.isnan(pixel)
+        best, chosen = jnp.where(better, pixel, best), jnp.where(better, jnp.uint8(k), chosen)
+    return best, chosen
+
+
+def _max_pool_forward(x):
+    best, chosen = _maxima(x)
+    return best, (chosen, x[:0])  # of x the gradient needs the shape and the type
+
+
+# For a pixel of a block of 2x2 (rows, then columns): which of its nine pixels a window must have chosen to mean that one. The
+# windows: the block's own, the one to the right, the one below, and the one below that to the right. 9: no pixel of the window.
+_MEANS = {
+    (0, 0): ((4, 5), (7, 8)),
+    (0, 1): ((9, 3), (9, 6)),
+    (1, 0): ((9, 9), (1, 2)),
+    (1, 1): ((9, 9), (9, 0)),
+}
+
+
+def _max_pool_backward(saved, d_best):
+    chosen, like = saved
+    batch, height, width, channels = d_best.shape
+    dx = jnp.zeros((batch, height, 2, width, 2, channels), _at_least_float32(like.dtype))
+    for (down, right), means in _MEANS.items():
+        chose, gradient = (
+            jnp.pad(a, ((0, 0), (0, down), (0, right), (0, 0)))[:, down:, None, right:, None] for a in (chosen, d_best)
+        )
+        here = jnp.asarray(means, jnp.uint8).reshape(1, 1, 2, 1, 2, 1)
+        dx += jnp.where(chose == here, gradient.astype(dx.dtype), 0)
+    dx = dx.reshape(batch, 2 * height, 2 * width, channels)
+    return (dx[:, : like.shape[1], : like.shape[2]].astype(like.dtype),)
+
+
+max_pool.defvjp(_max_pool_forward, _max_pool_backward)
 
 
 def _conv7x7_in_blocks(kernel, images):

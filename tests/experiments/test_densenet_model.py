@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import memjax
-from experiments.models.densenet import DenseNet, _conv7x7_in_blocks, densenet, densenet_bc
+from experiments.models.densenet import DenseNet, _conv7x7_in_blocks, densenet, densenet_bc, max_pool
 
 
 def parameters(model) -> int:
@@ -71,6 +71,20 @@ def test_the_stem_of_gpus_is_the_convolution(x64):
     conv = nnx.Conv(3, 8, (7, 7), strides=2, use_bias=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     images = jax.random.normal(jax.random.key(0), (2, 10, 16, 3), jnp.float64)
     np.testing.assert_allclose(_conv7x7_in_blocks(conv.kernel[...], images), conv(images), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 9, 2), (2, 1, 1, 1), (1, 2, 5, 4), (0, 4, 4, 2)])
+@pytest.mark.parametrize("values", [1000, 3])  # with three, most windows have several largest pixels
+def test_the_pool_is_that_of_flax(x64, shape, values):
+    whole = lambda x: nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(0, values, shape), jnp.float64)
+    (result, pull), (exact, pull_exact) = jax.vjp(max_pool, x), jax.vjp(whole, x)
+    cotangent = jnp.asarray(rng.normal(size=exact.shape))
+    np.testing.assert_array_equal(result, exact)
+    np.testing.assert_allclose(pull(cotangent)[0], pull_exact(cotangent)[0], atol=1e-12)
+    x = x.at[..., :1, :1, :1].set(jnp.nan)
+    np.testing.assert_array_equal(max_pool(x), whole(x))
 
 
 @pytest.mark.parametrize(("stem", "keep"), [("imagenet", "convolutions"), ("cifar", "features")])
