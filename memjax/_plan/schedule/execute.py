@@ -24,9 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from memjax._core.arrays import zeros
+from memjax._core.barriers import barrier
 from memjax._core.lists import Arrays
 from memjax._plan.schedule.schedule import CORE, Schedule
 from memjax._plan.schedule.store import Separate, Shared, StateCodec, at, put
+from memjax._plan.schedule.unroll import Unroll
 
 
 class Moves(NamedTuple):
@@ -172,13 +175,13 @@ class Blocks(abc.ABC):
     Outputs go straight into rows of whole arrays, which the loops update in place.
 
     Args:
-      carry, kept: types of the state, and of the residuals of one step.
+      carry, kept: types of the state, and of the residuals of one step; no types of residuals where they are not known.
       length: how many steps there are.
       reverse: whether the first step reads the last row.
-      unroll: as for `jax.lax.scan`.
+      unroll: how many steps a turn of a loop takes.
     """
 
-    def __init__(self, carry: Arrays, kept: Arrays, length: int, reverse: bool, unroll: int | bool):
+    def __init__(self, carry: Arrays, kept: Arrays, length: int, reverse: bool, unroll: Unroll):
         self.carry, self.kept = carry, kept
         self.length, self.reverse, self.unroll = length, reverse, unroll
 
@@ -211,27 +214,42 @@ class Blocks(abc.ABC):
     ) -> tuple[Arrays, Arrays, Arrays]:
         """(carry, ys, kept) after `n` steps. It `writes` outputs into `ys`. With `keeps`, kept is what `back` needs."""
 
-        def body(state, i):
-            carry, ys = state
-            carry, y, kept = self.step(carry, start + i, writes=writes, keeps=keeps)
-            return (carry, self.write(ys, y, start + i)), kept
+        unroll, ordered = self.unroll.forward, self.unroll.ordered
+        # A loop that stacks what its steps keep holds that of one turn twice, so steps of one turn write it themselves.
+        in_place = keeps and ordered and bool(self.kept)
+        if keeps and ordered and not in_place:
+            unroll = 1
+        stacks = [zeros(leaf, (n,)) for leaf in self.kept] if in_place else []
 
-        (carry, ys), kept = self._loop(n, body, (carry, ys))
-        return carry, ys, kept
+        def body(state, i):
+            carry, ys, stacks = state
+            carry, i = self.ordered(carry, i)
+            carry, y, kept = self.step(carry, start + i, writes=writes, keeps=keeps)
+            if in_place:
+                stacks, kept = [put(stack, leaf, i) for stack, leaf in zip(stacks, kept, strict=True)], []
+            return (carry, self.write(ys, y, start + i), stacks), kept
+
+        (carry, ys, stacks), kept = self._loop(n, body, (carry, ys, stacks), unroll)
+        return carry, ys, stacks if in_place else kept
 
     def back(self, step: StepBack, kept: Arrays, start: Any, n: int, cotangents: Cotangents) -> Cotangents:
         """Backpropagate through `n` steps whose residuals are kept."""
 
         def body(cotangents, i):
+            cotangents, i = self.ordered(cotangents, i)
             return step(cotangents, jax.tree.map(lambda stack: at(stack, i), kept), start + i), []
 
-        return self._loop(n, body, cotangents, reverse=True)[0]
+        return self._loop(n, body, cotangents, self.unroll.backward, reverse=True)[0]
 
-    def _loop(self, n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
+    def ordered(self, state: Any, i: Any) -> tuple[Any, Any]:
+        """The state and the number of a step, which wait for the step before where steps of a turn are ordered."""
+        return barrier((state, i)) if self.unroll.ordered else (state, i)
+
+    def _loop(self, n: int, body: Any, state: Any, unroll: int | bool, *, reverse: bool = False) -> tuple[Any, Arrays]:
         if n == 1:  # no loop to set up
             state, out = body(state, 0)
             return state, jax.tree.map(lambda leaf: leaf[None], out)
-        return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse, unroll=self.unroll)
+        return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse, unroll=unroll)
 
 
 class Execution:
@@ -251,6 +269,8 @@ class Execution:
         def body(state, rows):
             carry, slots, ys = state
             block, row, kept_row = rows
+            if n == 1:
+                carry, block = blocks.ordered(carry, block)
             if row is not None:
                 slots = store.put_state(slots, row.astype(jnp.int32), carry)
             carry, ys, kept = blocks.run(carry, ys, block * n, n, writes=True, keeps=kept_row is not None)
@@ -267,7 +287,7 @@ class Execution:
                 row = jnp.asarray(plan.moves.stored)
                 kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
             table = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
-            state, _ = lax.scan(body, state, table, unroll=blocks.unroll if n == 1 else 1)
+            state, _ = lax.scan(body, state, table, unroll=blocks.unroll.forward if n == 1 else 1)
         carry, slots, ys = state
         tail: Arrays = []
         if plan.tail:

@@ -25,6 +25,7 @@ from memjax._plan.memory.alone import temporary
 from memjax._plan.memory.compiled import compile_step
 from memjax._plan.memory.layout import layout_of
 from memjax._plan.schedule.execute import Execution
+from memjax._plan.schedule.unroll import Unroll
 from memjax.remat._scan.step import ScanBlocks, StepBackward
 from memjax.remat._scan.ways import Way
 
@@ -58,7 +59,7 @@ def filling(
       ValueError: not even the plan of the fewest bytes fits.
     """
     if budget == "min":
-        return _said(_least(least, choose, compiled)[0])
+        return _least(least, choose, compiled)[0]
     assert isinstance(budget, int)
     tried: dict[Way, int] = {}
     fits: Way | None = None
@@ -71,7 +72,7 @@ def filling(
         if is_new:
             taken = compiled(way)
             if taken is None:
-                return _said(way)
+                return way
             tried[way] = taken
         taken = tried[way]
         if taken <= budget:
@@ -91,16 +92,46 @@ def filling(
                 break
             room = least
     if fits is not None:
-        return _said(fits)
+        return fits
     way, taken = _least(least, choose, compiled)
     if taken <= budget:
-        return _said(way)
+        return way
     raise ValueError(
         f"budget is {check.readable_bytes(budget)}, but the least possible is {taken} bytes, of which "
         f"{check.readable_bytes(outputs)} are outputs of the steps and their gradients. There each step runs forward "
         f'{way.plan.forward_runs:.1f} times on average; give that or more, or "min"'
         + ("; return None as y where outputs are not used" if 2 * outputs > taken else "")
     )
+
+
+def with_unroll(
+    unrolls: Sequence[tuple[Unroll, float]],
+    found: Callable[[Unroll], Way],
+    seconds: Callable[[Way], float],
+    expected: float,
+) -> Way:
+    """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
+
+    Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
+    would be better with the plan of `expected` seconds, for which there is more room than ever.
+    """
+    best: tuple[float, Way] | None = None
+    refused = None
+    for unroll, relative in unrolls:
+        if best is not None and best[0] <= relative * expected:
+            break
+        try:
+            way = found(unroll)
+        except ValueError as error:
+            refused = error
+            continue
+        score = relative * seconds(way)
+        if best is None or score < best[0]:
+            best = score, way
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best[1]
 
 
 def _least(least: int, choose: Callable[[int], Way], compiled: Callable[[Way], int | None]) -> tuple[Way, int]:
@@ -120,7 +151,8 @@ def _least(least: int, choose: Callable[[int], Way], compiled: Callable[[Way], i
     return [(way, taken) for way, taken in found if taken <= _ABOUT * fewest][-1]
 
 
-def _said(way: Way) -> Way:
+def said(way: Way) -> Way:
+    """The way, after a warning if it takes long."""
     plan = way.plan
     if plan.forward_runs > _MOST_RUNS:
         warnings.warn(
@@ -132,12 +164,12 @@ def _said(way: Way) -> Way:
     return way
 
 
-def compiled_bytes(way: Way, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool) -> int | None:
+def compiled_bytes(way: Way, init: Arrays, xs: Arrays, reverse: bool) -> int | None:
     """Temporary bytes of the scan and its gradient, its outputs and their cotangents included, compiled by itself, per device.
 
     None where it is no program of its own.
     """
-    backward, plan = way
+    backward, plan, unroll = way
     step = backward.step
     groups = [step.consts, init, xs]
     values = [value for group in groups for value in group]

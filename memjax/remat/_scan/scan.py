@@ -22,7 +22,8 @@ from memjax._plan.schedule.choose import Costs, check_budget, exact
 from memjax._plan.schedule.execute import Execution
 from memjax._plan.schedule.schedule import Strategy
 from memjax._plan.schedule.store import StateCodec
-from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
+from memjax._plan.schedule.unroll import Unroll, unrolls
+from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes, said, with_unroll
 from memjax.remat._scan.step import ScanBlocks, Step, StepBackward, trace_step
 from memjax.remat._scan.ways import Way, Ways
 
@@ -58,6 +59,7 @@ def scan(
       reverse: run from the last row of `xs` to the first.
       unroll: how many steps one iteration of a loop takes, as for `jax.lax.scan`, wherever steps simply follow each other: in the
         forward pass and in blocks. The steps that a schedule for `slots` repeats, and backpropagates, stay one to an iteration.
+        With a `budget` and 1, small steps on a GPU run five to an iteration.
       slots: memory in units of one carry, the first state's included: exactly the schedule
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
         internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
@@ -156,16 +158,25 @@ def scan(
     def plan(backward: StepBackward) -> Way:
         if slots is not None:
             known = costs if costs or strategy is None else Costs(0.0, 0.0, 0.0, 0.0, 0.0)  # which nothing depends on
-            return Way(backward, exact(backward.steps(length), slots, strategy, known or Ways(backward, None).costs))
+            table = exact(backward.steps(length), slots, strategy, known or Ways(backward, None).costs)
+            return Way(backward, table, Unroll(unroll, unroll))
         assert budget is not None
-        ways = Ways(backward, costs)
-        return filling(
-            budget,
-            ways.least(length),
-            lambda room: ways.fastest(length, room),
-            lambda way: compiled_bytes(way, init_leaves, xs_leaves, reverse, unroll),
-            output_bytes(length, backward),
-        )
+        ways, outputs = Ways(backward, costs), output_bytes(length, backward)
+
+        def found(unroll: Unroll) -> Way:
+            return filling(
+                budget,
+                ways.least(length),
+                lambda room: ways.fastest(length, room)._replace(unroll=unroll),
+                lambda way: compiled_bytes(way, init_leaves, xs_leaves, reverse),
+                outputs,
+            )
+
+        each = ways.costs
+        seconds = lambda way: each.backward + way.plan.forward_runs * each.forward
+        room = max(budget - outputs if isinstance(budget, int) else 0, ways.least(length))
+        turns = unrolls(unroll, [*step.carry, *backward.kept], least=budget == "min")
+        return said(with_unroll(turns, found, seconds, seconds(ways.fastest(length, room))))
 
     run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)
@@ -217,7 +228,7 @@ def _differentiable(
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
-            blocks = ScanBlocks(chosen.backward, consts, xs, length, reverse, unroll)
+            blocks = ScanBlocks(chosen.backward, consts, xs, length, reverse, chosen.unroll)
             carry, ys, saved = Execution(chosen.plan, blocks, codec).forward(init)
             return (carry, ys), saved
 
@@ -233,7 +244,7 @@ def _differentiable(
 
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
-            blocks = ScanBlocks(backward, consts, xs, length, reverse, unroll)
+            blocks = ScanBlocks(backward, consts, xs, length, reverse, chosen.unroll)
             return blocks.pull_back(Execution(chosen.plan, blocks, codec), saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):
@@ -260,7 +271,7 @@ class _Chosen(Static):
 
     def __init__(self, step: Step, plan: Callable[[StepBackward], Way], consts: tuple[bool, ...], xs: tuple[bool, ...]):
         super().__init__((id(step), consts, xs))
-        self.backward, self.plan = plan(StepBackward(step, consts, xs))
+        self.backward, self.plan, self.unroll = plan(StepBackward(step, consts, xs))
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
 

@@ -22,6 +22,7 @@ from memjax._core.program.jaxpr import axis_sizes, evaluate, nbytes
 from memjax._plan.schedule.choose import Steps
 from memjax._plan.schedule.execute import Blocks, Execution, StepBack
 from memjax._plan.schedule.store import ArrayType, at
+from memjax._plan.schedule.unroll import ONE, Unroll
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,13 @@ class ScanBlocks(Blocks):
     """The steps of one scan over `xs` (flat), which are sliced where they are used and never copied."""
 
     def __init__(
-        self, backward: StepBackward, consts: Arrays, xs: Arrays, length: int, reverse: bool, unroll: int | bool = 1
+        self,
+        backward: StepBackward,
+        consts: Arrays,
+        xs: Arrays,
+        length: int,
+        reverse: bool,
+        unroll: Unroll = ONE,
     ):
         super().__init__(backward.step.carry, backward.kept, length, reverse, unroll)
         self.backward, self.consts, self._step, self._xs = backward, consts, backward.step, xs

@@ -11,6 +11,7 @@ from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import Program
 from memjax._plan.schedule.choose import Costs, check_budget, fastest
 from memjax._plan.schedule.execute import LoopPlan
+from memjax._plan.schedule.unroll import ONE, Unroll
 from memjax._plan.solve.loops import MOST_BODIES, corners
 from memjax._plan.solve.phases import available_anywhere
 from memjax._plan.solve.segment import Option, Segment, options
@@ -19,10 +20,11 @@ from memjax.remat._scan.step import StepBackward
 
 
 class Way(NamedTuple):
-    """What is kept of a step, and the plan over the steps."""
+    """What is kept of a step, the plan over the steps, and how many of them a turn of a loop takes."""
 
     backward: StepBackward
     plan: LoopPlan
+    unroll: Unroll = ONE
 
 
 class Ways:
