@@ -10,7 +10,7 @@ from memjax._core.barriers import barrier
 from memjax.remat._dense import triton
 from memjax.remat._dense.late import put_off, through_norm
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
-from memjax.remat._dense.xla import Gradients, conv3x3, conv3x3_backward
+from memjax.remat._dense.xla import Gradients
 
 
 def _of_layer(a, i):
@@ -25,6 +25,15 @@ def _gain_and_shift(spec: DenseSpec, scale, bias, mean, var):
     """What a normalisation multiplies channels by, and adds."""
     gain = scale.astype(jnp.float32) * lax.rsqrt(var + spec.epsilon)
     return gain, bias.astype(jnp.float32) - mean * gain
+
+
+def _for_cudnn(kernel, dtype):
+    """A 3x3 kernel with its outputs first, which cuDNN reads without a copy."""
+    return kernel.transpose(3, 0, 1, 2).astype(dtype)
+
+
+def _conv3x3(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
 
 
 def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
@@ -47,14 +56,15 @@ def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
     z = lax.empty((spec.num_layers, *x.shape[:-1], spec.width), x.dtype) if save_z else None
     gain, shift = (jnp.pad(a, room) for a in first)
     gain2, shift2 = second
-    state = triton.Forward(features, mean, var, gain, shift, z, mean2, var2, gain2, shift2, sums, counts)
+    kernel2 = _for_cudnn(params.kernel2[0], x.dtype)
+    state = triton.Forward(features, mean, var, gain, shift, kernel2, z, mean2, var2, gain2, shift2, sums, counts)
     rows = params.kernel1.astype(x.dtype)
 
     def layer(i, state: triton.Forward) -> triton.Forward:
         state, z = triton.convolve(spec, params, rows, state, i)
         hidden = z.astype(jnp.float32) * _of_layer(state.gain2, i) + _of_layer(state.shift2, i)
         hidden = jax.nn.relu(hidden).astype(z.dtype)
-        new = dropout(spec, key, i, conv3x3(hidden, _of_layer(params.kernel2, i)))
+        new = dropout(spec, key, i, _conv3x3(hidden, state.kernel2))
         return triton.append(spec, params, state, new, i)
 
     state = _loop(spec.num_layers, layer, vary(state, varying_axes(x, rows)))
@@ -78,7 +88,7 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
     gain2 = params.scale2.astype(jnp.float32) * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
 
     def layer(index, state):
-        total, sums, kernel2 = state
+        total, sums, kernel2, d_kernels = state
         i = last - index
         d_new = put_off(spec, features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(features.dtype))
@@ -93,11 +103,12 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
             _of_layer(a, i).astype(jnp.float32) for a in (statistics.mean2, statistics.var2, gain2, params.bias2)
         )
         hidden = norm_relu(here, mean2, gain, bias2)
-        d_hidden, d_kernel2 = conv3x3_backward(hidden, _of_layer(params.kernel2, i), d_new)
-        sums = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, sums)
+        d_hidden, d_kernel2 = jax.vjp(_conv3x3, hidden, kernel2)[1](d_new)
+        kernel2, sums = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, kernel2, sums)
         dz = through_norm(spec, here, hidden, d_hidden, mean2, var2, gain, [_of_layer(a, i) for a in sums])
         total = triton.convolve_backward(spec, params, rows, features, mean, var, index, dz, total)
-        return total, sums, lax.dynamic_update_index_in_dim(kernel2, d_kernel2, i, 0)
+        d_kernels = lax.dynamic_update_index_in_dim(d_kernels, d_kernel2.astype(d_kernels.dtype), i, 0)
+        return total, sums, kernel2, d_kernels
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
     nothing = lambda *shape: jnp.zeros(shape, jnp.float32)
@@ -110,8 +121,10 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
         kernel=nothing(*rows.shape),
     )
     sums = nothing(spec.num_layers, spec.width), nothing(spec.num_layers, spec.width)
-    start = vary((total, sums, jnp.zeros_like(params.kernel2)), varying_axes(features, d_features, rows))
-    total, (sum_dy, sum_dy_z), kernel2 = _loop(spec.num_layers, layer, start)
+    kernel2 = _for_cudnn(params.kernel2[-1], features.dtype)
+    d_kernels = lax.empty((spec.num_layers, *kernel2.shape), params.kernel2.dtype)
+    start = vary((total, sums, kernel2, d_kernels), varying_axes(features, d_features, rows))
+    total, (sum_dy, sum_dy_z), _, d_kernels = _loop(spec.num_layers, layer, start)
     dx = put_off(spec, features, mean, var, total, 0, spec.in_features).astype(features.dtype)
     scale2 = sum_dy_z * lax.rsqrt(statistics.var2.astype(jnp.float32) + spec.epsilon)
-    return DenseParams(total.scale1, total.bias1, total.kernel, scale2, sum_dy, kernel2), dx
+    return DenseParams(total.scale1, total.bias1, total.kernel, scale2, sum_dy, d_kernels.transpose(0, 2, 3, 4, 1)), dx

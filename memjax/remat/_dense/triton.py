@@ -28,7 +28,7 @@ class Forward(NamedTuple):
     """What the forward pass writes. C = out_features, L = layers, N = outputs of a bottleneck.
 
     Normalised, a channel is relu(x * gain + shift). There are gains and shifts of features for one layer at a time, and of
-    bottlenecks for all.
+    bottlenecks for all. `kernel2` is the 3x3 kernel of one layer at a time, in the order and the type that cuDNN reads.
     """
 
     features: Float[Array, "b h w C"]
@@ -36,6 +36,7 @@ class Forward(NamedTuple):
     var: Float[Array, " C"]
     gain: Float[Array, " C"]
     shift: Float[Array, " C"]
+    kernel2: Float[Array, "k 3 3 N"]
     z: Float[Array, "L b h w N"] | None  # outputs of bottlenecks, where they are kept
     mean2: Float[Array, "L N"]
     var2: Float[Array, "L N"]
@@ -182,32 +183,40 @@ def _forward_tiles(pixels: int) -> tuple[int, int, int]:
 def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> Forward:
     """Writes a layer's features and what normalises the next layer's input."""
     sizes = _sizes(spec, state.features)
-    block = 32
-    share = _ceil_div(_ceil_div(sizes["M"], _PROGRAMS), block) * block
+    share = _ceil_div(_ceil_div(sizes["M"], _PROGRAMS), 32) * 32
     programs = _ceil_div(sizes["M"], share)
     written = (
-        *(state.features, state.mean, state.var, state.gain, state.shift),
+        *(state.features, state.mean, state.var, state.gain, state.shift, state.kernel2),
         *(state.sums[1], state.counts[1]),
     )
-    features, mean, var, gain, shift, sums, count = _launch(
+    features, mean, var, gain, shift, kernel2, sums, count = _launch(
         "append",
-        *(new, params.scale1, params.bias1, layer, *written),
+        *(new, params.scale1, params.bias1, params.kernel2, layer, *written),
         out_shape=[*map(_type, written)],
-        input_output_aliases={4 + i: i for i in range(7)},
+        input_output_aliases={5 + i: i for i in range(8)},
         grid=(programs,),
         num_warps=4,
+        N=spec.width,
         PADDED=_power_of_two(spec.growth_rate),
         EPSILON=spec.epsilon,
         LAYERS=spec.num_layers,
         STATISTICS=not spec.use_running_average,
         PROGRAMS=programs,
         ROWS=share,
-        BM=block,
+        BM=min(_power_of_two(share), 128),
         SHARE=_power_of_two(_ceil_div(sizes["LD"], programs)),
+        KERNEL_SHARE=_kernel_share(spec, programs),
         **sizes,
     )
     sums, counts = (state.sums[0], sums), (state.counts[0], count)
-    return state._replace(features=features, mean=mean, var=var, gain=gain, shift=shift, sums=sums, counts=counts)
+    return state._replace(
+        features=features, mean=mean, var=var, gain=gain, shift=shift, kernel2=kernel2, sums=sums, counts=counts
+    )
+
+
+def _kernel_share(spec: DenseSpec, programs: int) -> int:
+    """How much of a 3x3 kernel each of so many programs writes."""
+    return _power_of_two(_ceil_div(9 * spec.width * spec.growth_rate, programs))
 
 
 def convolve_backward(
@@ -239,26 +248,37 @@ def convolve_backward(
 
 
 def normalise_backward_sums(
-    spec: DenseSpec, params: DenseParams, statistics: DenseStatistics, z, d_hidden, index, sums: tuple[Any, Any]
-) -> tuple[Any, Any]:
+    spec: DenseSpec,
+    params: DenseParams,
+    statistics: DenseStatistics,
+    z,
+    d_hidden,
+    index,
+    kernel2,
+    sums: tuple[Any, Any],
+) -> tuple[Any, tuple[Any, Any]]:
     """Adds the sums of dy and dy * (z - mean) of the second normalisation, for the layer that is `index` before the last.
 
-    `z` is that layer's, or has a leading axis of layers; `sums` have a row for each layer.
+    `z` is that layer's, or has a leading axis of layers; `sums` have a row for each layer. Also returned, before them: the
+    3x3 kernel of the layer before, in place of this layer's. A kernel of its own would take longer to start than to run.
     """
     outputs = d_hidden.shape[-1]
     pixels = d_hidden.size // outputs
     tiles = _ceil_div(outputs, _TILE)
     share = _ceil_div(pixels, max(1, _PROGRAMS // tiles) * 64) * 64
-    sum_dy, sum_dy_z = _launch(
+    shares = _ceil_div(pixels, share)
+    sum_dy, sum_dy_z, kernel2 = _launch(
         "normalise_backward_sums",
-        *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, index, *sums),
-        out_shape=[*map(_type, sums)],
-        input_output_aliases={7: 0, 8: 1},
-        grid=(_ceil_div(pixels, share), tiles),
+        *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, params.kernel2, index),
+        *(*sums, kernel2),
+        out_shape=[*map(_type, sums), _type(kernel2)],
+        input_output_aliases={8 + i: i for i in range(3)},
+        grid=(shares, tiles),
         num_warps=4,
         num_stages=3,
         M=pixels,
         N=outputs,
+        GROWTH=spec.growth_rate,
         EPSILON=spec.epsilon,
         LAST=spec.num_layers - 1,
         STACKED=z.ndim > d_hidden.ndim,
@@ -266,5 +286,6 @@ def normalise_backward_sums(
         BM=64,
         BN=_TILE,
         STAGES=3,
+        KERNEL_SHARE=_kernel_share(spec, shares * tiles),
     )
-    return sum_dy, sum_dy_z
+    return kernel2, (sum_dy, sum_dy_z)

@@ -137,17 +137,29 @@ def convolve(
 
 
 @triton.jit
-def append(
-    new_ptr, scale_ptr, bias_ptr, layer_ptr,
-    x_in_ptr, mean_in_ptr, var_in_ptr, gain_in_ptr, shift_in_ptr, sums_in_ptr, count_in_ptr,
-    x_ptr, mean_ptr, var_ptr, gain_ptr, shift_ptr, sums_ptr, count_ptr,
-    M: tl.constexpr, LD: tl.constexpr, IN: tl.constexpr, GROWTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr,
-    EPSILON: tl.constexpr, LAYERS: tl.constexpr, STATISTICS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-    BM: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
-    """Writes a layer's new features behind those that it read, their means and variances, and the next layer's normalisation.
+def _store_kernel(
+    kernels_ptr, kernel_ptr, program, layer, used, N: tl.constexpr, GROWTH: tl.constexpr, SHARE: tl.constexpr
+):
+    """Writes a program's share of the 3x3 kernel of a layer: from (3, 3, N, GROWTH) to (GROWTH, 3, 3, N), which cuDNN reads."""
+    at = program * SHARE + tl.arange(0, SHARE)
+    live = used & (at < 9 * N * GROWTH)
+    source = kernels_ptr + layer * (9 * N * GROWTH) + at % (9 * N) * GROWTH + at // (9 * N)
+    tl.store(kernel_ptr + at, tl.load(source, mask=live, other=0.0).to(kernel_ptr.dtype.element_ty), mask=live)
 
-    A program has a share of the rows, and of the channels that there were.
+
+@triton.jit
+def append(
+    new_ptr, scale_ptr, bias_ptr, kernels_ptr, layer_ptr,
+    x_in_ptr, mean_in_ptr, var_in_ptr, gain_in_ptr, shift_in_ptr, kernel_in_ptr, sums_in_ptr, count_in_ptr,
+    x_ptr, mean_ptr, var_ptr, gain_ptr, shift_ptr, kernel_ptr, sums_ptr, count_ptr,
+    M: tl.constexpr, LD: tl.constexpr, N: tl.constexpr, IN: tl.constexpr, GROWTH: tl.constexpr, PADDED: tl.constexpr,
+    ALIGN: tl.constexpr, EPSILON: tl.constexpr, LAYERS: tl.constexpr, STATISTICS: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, SHARE: tl.constexpr, KERNEL_SHARE: tl.constexpr,
+):  # fmt: skip
+    """Writes a layer's new features behind those that it read, and their means and variances.
+
+    For the next layer it writes the gains and shifts of the first normalisation, and the 3x3 kernel. A program has a share of
+    the rows, of the channels that there were, and of that kernel.
     """
     layer = _layer(layer_ptr, -1)
     start = _channels(layer, IN, GROWTH, ALIGN)
@@ -158,6 +170,7 @@ def append(
     mean = tl.load(mean_ptr + ch, mask=known, other=0.0)
     var = tl.load(var_ptr + ch, mask=known, other=1.0)
     _store_norm(scale_ptr + following, bias_ptr + following, gain_ptr, shift_ptr, ch, mean, var, known, EPSILON)
+    _store_kernel(kernels_ptr, kernel_ptr, tl.program_id(0), layer + 1, used, N, GROWTH, KERNEL_SHARE)
     columns = tl.arange(0, PADDED)
     live = columns < GROWTH
     total = tl.zeros((BM, PADDED), tl.float32)
@@ -297,15 +310,19 @@ def _outputs(dz, at, columns, inside, M: tl.constexpr, N: tl.constexpr, BM: tl.c
 
 @triton.jit
 def normalise_backward_sums(
-    z_ptr, d_hidden_ptr, mean_ptr, var_ptr, scale_ptr, bias_ptr, layer_ptr, sum_in_ptr, sum_z_in_ptr, sum_ptr, sum_z_ptr,
-    M: tl.constexpr, N: tl.constexpr, EPSILON: tl.constexpr, LAST: tl.constexpr, STACKED: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    z_ptr, d_hidden_ptr, mean_ptr, var_ptr, scale_ptr, bias_ptr, kernels_ptr, layer_ptr,
+    sum_in_ptr, sum_z_in_ptr, kernel_in_ptr, sum_ptr, sum_z_ptr, kernel_ptr,
+    M: tl.constexpr, N: tl.constexpr, GROWTH: tl.constexpr, EPSILON: tl.constexpr, LAST: tl.constexpr, STACKED: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, KERNEL_SHARE: tl.constexpr,
 ):  # fmt: skip
     """Adds the column sums of dy and dy * (z - mean) to a layer's, where dy is d_hidden masked by the ReLU.
 
-    If STACKED, z has a place for every layer. Every `_in` pointer is the same memory as its output.
+    It also writes the 3x3 kernel of the layer before, which is backpropagated next. If STACKED, z has a place for every layer.
+    Every `_in` pointer is the same memory as its output.
     """
     layer = _layer(layer_ptr, LAST)
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    _store_kernel(kernels_ptr, kernel_ptr, program, layer - 1, layer > 0, N, GROWTH, KERNEL_SHARE)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     live = columns < N
     of_layer = layer * N + columns
