@@ -18,14 +18,14 @@ import tyro
 from benchmarks import record
 
 MODULE = "benchmarks.cases.densenet"
-Keep = Literal["all", "convolutions", "features"]
+Keep = Literal["all", "convolutions", "later_convolutions", "features"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Time and memory of a training step at one batch size."""
 
-    keeps: tuple[Keep, ...] = ("convolutions", "features")
+    keeps: tuple[Keep, ...] = ("convolutions", "later_convolutions", "features")
     batches: tuple[int, ...] = (64,)
     implementations: tuple[Literal["triton", "xla"], ...] = ("triton", "xla")
     optimizers: tuple[bool, ...] = (False, True)

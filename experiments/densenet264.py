@@ -41,8 +41,9 @@ class DenseNetConfig(RunConfig):
     """Channels that each layer adds."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """imagenet: 7x7 convolution and pooling, a quarter of the size. cifar: 3x3 convolution, full size."""
-    keep: Literal["all", "convolutions", "features"] = "features"
-    """What training keeps for the backward pass: all is plain autodiff, the others recompute the rest."""
+    keep: Literal["all", "convolutions", "later_convolutions", "features"] = "features"
+    """What training keeps for the backward pass: all is plain autodiff, the others recompute the rest. later_convolutions is
+    features in the first block and convolutions in the others."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of computation; parameters, statistics and logits are float32."""
     dropout_rate: float = 0.0

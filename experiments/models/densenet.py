@@ -24,6 +24,7 @@ SIZES: dict[int, tuple[tuple[int, ...], int]] = {
     264: ((6, 12, 64, 48), 48),
 }
 _COMPRESSION = 0.5
+_LATER = "later_convolutions"
 
 
 def bc_blocks(depth: int) -> tuple[int, int, int]:
@@ -43,7 +44,9 @@ class DenseNet(nnx.Module):
       growth_rate: channels that each layer adds (k); the stem makes 2k.
       num_classes: outputs.
       stem: `"imagenet"` (7x7 convolution and max-pool, each of stride 2) or `"cifar"` (3x3 convolution).
-      keep: `memjax.remat.DenseBlock`'s; unless it is `"all"`, stem, transitions and head are recomputed too.
+      keep: `memjax.remat.DenseBlock`'s, or `"later_convolutions"`: `"features"` in the first block, whose convolutions have
+        the largest outputs and the fewest inputs, and `"convolutions"` in the others. Unless it is `"all"`, stem, transitions
+        and head are recomputed too.
       dtype: of computation; parameters and statistics are float32.
       dropout_rate: share of each layer's new features dropped in training.
       in_channels: 3 for colour.
@@ -88,7 +91,7 @@ class DenseNet(nnx.Module):
                 channels,
                 growth_rate,
                 layers,
-                keep=keep,
+                keep=keep if keep != _LATER else "convolutions" if i else "features",
                 dropout_rate=dropout_rate,
                 dtype=dtype,
                 implementation=implementation,
