@@ -183,7 +183,9 @@ def _forward_tiles(pixels: int) -> tuple[int, int, int]:
 def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> Forward:
     """Writes a layer's features and what normalises the next layer's input."""
     sizes = _sizes(spec, state.features)
-    share = _ceil_div(_ceil_div(sizes["M"], _PROGRAMS), 32) * 32
+    rows = _ceil_div(sizes["M"], _PROGRAMS)
+    block = 128 if rows > 64 else 32  # large tiles where there are many rows: a program waits for each
+    share = _ceil_div(rows, block) * block
     programs = _ceil_div(sizes["M"], share)
     written = (
         *(state.features, state.mean, state.var, state.gain, state.shift, state.kernel2),
@@ -203,7 +205,7 @@ def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> 
         STATISTICS=not spec.use_running_average,
         PROGRAMS=programs,
         ROWS=share,
-        BM=min(_power_of_two(share), 128),
+        BM=block,
         SHARE=_power_of_two(_ceil_div(sizes["LD"], programs)),
         KERNEL_SHARE=_kernel_share(spec, programs),
         **sizes,
