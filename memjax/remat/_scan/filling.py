@@ -45,7 +45,9 @@ def filling(
     choose: Callable[[int], Way],
     compiled: Callable[[Way], int | None],
     outputs: int,
-) -> Way:
+    *,
+    thorough: bool = True,
+) -> Way | None:
     """Returns the fastest plan found for which the compiled scan and its gradient take no more than `budget`.
 
     Args:
@@ -54,6 +56,7 @@ def filling(
       choose: from bytes by the model to a way.
       compiled: from a way to its compiled bytes, or None if these cannot be known: then the model decides.
       outputs: bytes of the outputs and their gradients.
+      thorough: look for the plan of the fewest bytes where no other fits. Otherwise the result is None there.
 
     Raises:
       ValueError: not even the plan of the fewest bytes fits.
@@ -91,7 +94,7 @@ def filling(
             if low or high == least:
                 break
             room = least
-    if fits is not None:
+    if fits is not None or not thorough:
         return fits
     way, taken = _least(least, choose, compiled)
     if taken <= budget:
@@ -106,32 +109,29 @@ def filling(
 
 def with_unroll(
     unrolls: Sequence[tuple[Unroll, float]],
-    found: Callable[[Unroll], Way],
+    found: Callable[[Unroll, bool], Way | None],
     seconds: Callable[[Way], float],
     expected: float,
 ) -> Way:
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with the plan of `expected` seconds, for which there is more room than ever.
+    would be better with the plan of `expected` seconds, for which there is more room than ever; the last, which takes the least
+    memory, only if no other fits. Then `found` is told to be thorough: it gives a way or raises.
     """
     best: tuple[float, Way] | None = None
-    refused = None
-    for unroll, relative in unrolls:
+    *first, (last, _) = unrolls
+    for unroll, relative in first:
         if best is not None and best[0] <= relative * expected:
             break
-        try:
-            way = found(unroll)
-        except ValueError as error:
-            refused = error
-            continue
-        score = relative * seconds(way)
-        if best is None or score < best[0]:
-            best = score, way
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best[1]
+        if (way := found(unroll, False)) is not None:
+            score = relative * seconds(way)
+            best = min(best or (score, way), (score, way), key=lambda one: one[0])
+    if best is not None:
+        return best[1]
+    way = found(last, True)
+    assert way is not None
+    return way
 
 
 def _least(least: int, choose: Callable[[int], Way], compiled: Callable[[Way], int | None]) -> tuple[Way, int]:

@@ -163,13 +163,14 @@ def scan(
         assert budget is not None
         ways, outputs = Ways(backward, costs), output_bytes(length, backward)
 
-        def found(unroll: Unroll) -> Way:
+        def found(unroll: Unroll, thorough: bool) -> Way | None:
             return filling(
                 budget,
                 ways.least(length),
                 lambda room: ways.fastest(length, room)._replace(unroll=unroll),
                 lambda way: compiled_bytes(way, init_leaves, xs_leaves, reverse),
                 outputs,
+                thorough=thorough,
             )
 
         each = ways.costs
