@@ -143,6 +143,7 @@ def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         return functools.partial(loss_with, functools.partial(scan, **more))
 
     yield "plain", "jax.lax.scan", with_scan(lax.scan)
+    yield "plain", "jax.lax.scan, unroll=5", with_scan(lax.scan, unroll=5)
     for budget in options.budgets:
         yield "memjax", f"budget {budget}", with_scan(remat.scan, budget=budget)
     for budget in options.budgets:

@@ -68,7 +68,7 @@ def scan(
         scan's value and gradient as compiled by itself, per device: what is kept for the backward pass, the working memory of a
         step, and `ys` with their cotangents, beyond `xs`, `init`, what `f` closes over, and the gradients of these. Of the plans
         that fit, the fastest by `costs` runs. It is found when the scan is differentiated, and compiled up to five times,
-        mostly once or twice. Give exactly one of `slots` and `budget`.
+        mostly once or twice; small steps on a GPU up to ten times. Give exactly one of `slots` and `budget`.
       strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
         or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
         cannot be cut into arrays like the carry's leaves.
