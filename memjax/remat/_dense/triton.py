@@ -46,9 +46,10 @@ class Forward(NamedTuple):
     counts: tuple[Int[Array, " 1"], Int[Array, " 1"]]  # of programs that have added to these; zero between kernels
 
 
-# Pixels and channels per program, warps, stages and programs (one for each multiprocessor, which they fill) of
-# `convolve_backward`; the fastest of forty tried on an H200.
-_BACKWARD = (32, 128, 8, 3, 132)
+# Pixels and channels per program, warps, stages and programs of `convolve_backward`. On Hopper's and Blackwell's large GPUs a
+# program fills a multiprocessor: the fastest of forty tried on an H200. Others have less shared memory.
+_BACKWARD = {"9": (32, 128, 8, 3, 132), "10": (32, 128, 8, 3, 132)}
+_BACKWARD_OF_OTHERS = (32, 64, 4, 2, 264)
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
@@ -226,7 +227,8 @@ def convolve_backward(
 ) -> Gradients:
     """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
     sizes = _sizes(spec, features)
-    block, channels, warps, stages, programs = _BACKWARD
+    generation = str(traced_device().compute_capability).split(".")[0]
+    block, channels, warps, stages, programs = _BACKWARD.get(generation, _BACKWARD_OF_OTHERS)
     programs = max(programs, _ceil_div(features.shape[-1], channels))
     updated = _launch(
         "convolve_backward",
