@@ -187,7 +187,7 @@ def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> 
     rows = _ceil_div(sizes["M"], _PROGRAMS)
     block = 128 if rows > 64 else 32  # large tiles where there are many rows: a program waits for each
     share = _ceil_div(rows, block) * block
-    programs = _ceil_div(sizes["M"], share)
+    programs = max(_ceil_div(sizes["M"], share), _fewest_for_kernel(spec))  # those beyond the rows have none
     written = (
         *(state.features, state.mean, state.var, state.gain, state.shift, state.kernel2),
         *(state.sums[1], state.counts[1]),
@@ -220,6 +220,11 @@ def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> 
 def _kernel_share(spec: DenseSpec, programs: int) -> int:
     """How much of a 3x3 kernel each of so many programs writes."""
     return _power_of_two(_ceil_div(9 * spec.width * spec.growth_rate, programs))
+
+
+def _fewest_for_kernel(spec: DenseSpec) -> int:
+    """The programs among which a 3x3 kernel is divided at the least: a program with much of it takes long to compile."""
+    return _ceil_div(9 * spec.width * spec.growth_rate, 8192)
 
 
 def convolve_backward(
@@ -270,7 +275,7 @@ def normalise_backward_sums(
     pixels = d_hidden.size // outputs
     tiles = _ceil_div(outputs, _TILE)
     share = _ceil_div(pixels, max(1, _PROGRAMS // tiles) * 64) * 64
-    shares = _ceil_div(pixels, share)
+    shares = max(_ceil_div(pixels, share), _ceil_div(_fewest_for_kernel(spec), tiles))
     sum_dy, sum_dy_z, kernel2 = _launch(
         "normalise_backward_sums",
         *(z, d_hidden, statistics.mean2, statistics.var2, params.scale2, params.bias2, params.kernel2, index),
