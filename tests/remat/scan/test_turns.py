@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import memjax
 from memjax import remat
+from memjax._plan import loop
 from memjax._plan.schedule import unroll
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.schedule.unroll import ONE, Unroll, unrolls
@@ -29,17 +31,26 @@ def loss(params, xs, *, how=jax.lax.scan, **options):
 
 
 @pytest.mark.filterwarnings("ignore:remat.scan")
-@pytest.mark.parametrize("length", [4, 37])
+@pytest.mark.parametrize(("length", "budget"), [(4, "min"), (150, 12000), (150, 20000)])
 @pytest.mark.parametrize("turns", [ORDERED, LEAN])
-def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length):
+def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
     monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
     rng = np.random.default_rng(0)
     params, xs = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(length, 2, 3)))
     exact = jax.grad(loss, (0, 1))(params, xs)
-    for budget in ("min", 6000):
-        budgeted = lambda params, xs, budget=budget: loss(params, xs, how=remat.scan, budget=budget)
-        for found, wanted in zip(jax.grad(budgeted, (0, 1))(params, xs), exact, strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
+    budgeted = lambda params, xs: loss(params, xs, how=remat.scan, budget=budget)
+    for found, wanted in zip(jax.grad(budgeted, (0, 1))(params, xs), exact, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("budget", [12000, 20000])
+def test_gradients_of_plans_are_those_of_scan(x64, monkeypatch, budget):
+    monkeypatch.setattr(loop, "lean", lambda *_: LEAN)
+    rng = np.random.default_rng(0)
+    params, xs = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(150, 2, 3)))
+    exact = jax.grad(loss, (0, 1))(params, xs)
+    for found, wanted in zip(jax.grad(memjax.planned(loss, budget=budget), (0, 1))(params, xs), exact, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_small_steps_are_unrolled_on_gpus(monkeypatch):
