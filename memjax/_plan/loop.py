@@ -17,12 +17,13 @@ from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal, read_by, variables
-from memjax._core.program.jaxpr import evaluate_in, read
+from memjax._core.program.jaxpr import Program, evaluate_in, read
+from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
 from memjax._plan.codes import Code, Codes, codes_in, encoded
 from memjax._plan.derivative import LoopPair
 from memjax._plan.schedule.execute import Blocks, Execution, LoopPlan
 from memjax._plan.schedule.store import at
-from memjax._plan.schedule.unroll import ONE, lean
+from memjax._plan.schedule.unroll import Unroll
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.segment import Option
 from memjax._plan.solve.steps import Step, in_steps, run_steps
@@ -304,13 +305,8 @@ class _Turns(Blocks):
         stacked: Sequence[Any],
         in_place: Mapping[int, int] = MappingProxyType({}),
     ):
-        kept = [var.aval for var in body.kept]
-        # XLA compiles no copies to the host in turns of several steps.
-        consts, carried = scan_counts(eqn)
-        step = [*(atom.aval for atom in eqn.invars[consts : consts + carried]), *kept]
-        unroll = ONE if body.moved else lean(eqn.params["unroll"], step)
-        kept = [] if body.moved or body.codes else kept
-        super().__init__(carry, kept, eqn.params["length"], eqn.params["reverse"], unroll)
+        unroll = Unroll(eqn.params["unroll"], eqn.params["unroll"])
+        super().__init__(carry, [], eqn.params["length"], eqn.params["reverse"], unroll)
         self._body, self._turn, self._xs, self._stacked, self._in_place = body, turn, xs, stacked, in_place
 
     def beside(self, cotangents: Any) -> _Turns:
@@ -376,6 +372,15 @@ class _Body:
                 env[var], codes[var] = encoded(env[var], code)
             else:  # without a barrier, see above: a turn ends soon
                 codes[var] = code.codec.encode(env[var])
+
+
+def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
+    """Maps each variable that is a broadcast literal or an iota, or a view of one, to the equations that make it."""
+    found: dict[Any, list[Any]] = {}
+    for eqn, reads in ((eqn, reads) for one in programs for eqn, reads in zip(one.eqns, one.flow.reads, strict=True)):
+        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in reads):
+            found[eqn.outvars[0]] = [*(one for var in reads for one in found[var]), eqn]
+    return found
 
 
 def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:

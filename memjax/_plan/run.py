@@ -23,12 +23,12 @@ from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
 from memjax._core.program.dataflow import made_by, read_by, variables
-from memjax._core.program.jaxpr import bind, constants_in, evaluate_in, read
+from memjax._core.program.jaxpr import bind, evaluate_in, read
 from memjax._core.program.primitives import RANDOM
 from memjax._plan.codes import Code, codes_in, encoded
 from memjax._plan.derivative import Passes
 from memjax._plan.early.loop import EarlyLoop
-from memjax._plan.loop import Loop
+from memjax._plan.loop import Loop, constants_in
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps

@@ -17,14 +17,7 @@ from jax.extend import core
 from memjax._core.arrays import anywhere, is_on_host, vary
 from memjax._core.compat import eval_jaxpr, lines, nested, parameters, primitive_name, scope, settings
 from memjax._core.program.dataflow import Dataflow, is_literal, read_by, renamed
-from memjax._core.program.primitives import (
-    CHECKPOINTS,
-    CUSTOM_CALLS,
-    PLAIN_CALLS,
-    REPLICATIONS,
-    SOURCES,
-    VIEWS,
-)
+from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
 def nbytes(aval: Any) -> int:
@@ -316,12 +309,3 @@ def same_program(one: Program, other: Program) -> bool:
         )
         and same(one.outvars, other.outvars)
     )
-
-
-def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
-    """Maps each variable that is a broadcast literal or an iota, or a view of one, to the equations that make it."""
-    found: dict[Any, list[Any]] = {}
-    for eqn, reads in ((eqn, reads) for one in programs for eqn, reads in zip(one.eqns, one.flow.reads, strict=True)):
-        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in reads):
-            found[eqn.outvars[0]] = [*(one for var in reads for one in found[var]), eqn]
-    return found

@@ -175,7 +175,7 @@ class Blocks(abc.ABC):
     Outputs go straight into rows of whole arrays, which the loops update in place.
 
     Args:
-      carry, kept: types of the state, and of the residuals of one step; no types of residuals where they are not known.
+      carry, kept: types of the state, and of the residuals of one step, without which steps in a turn are not ordered.
       length: how many steps there are.
       reverse: whether the first step reads the last row.
       unroll: how many steps a turn of a loop takes.
@@ -214,36 +214,40 @@ class Blocks(abc.ABC):
     ) -> tuple[Arrays, Arrays, Arrays]:
         """(carry, ys, kept) after `n` steps. It `writes` outputs into `ys`. With `keeps`, kept is what `back` needs."""
 
-        unroll, ordered = self.unroll.forward, self.unroll.ordered
+        ordered = self._ordered(n, self.unroll.forward)
         # A loop that stacks what its steps keep holds that of one turn twice, so steps of one turn write it themselves.
-        in_place = keeps and ordered and bool(self.kept)
-        if keeps and ordered and not in_place:
-            unroll = 1
+        in_place = keeps and ordered
         stacks = [zeros(leaf, (n,)) for leaf in self.kept] if in_place else []
 
         def body(state, i):
             carry, ys, stacks = state
-            carry, i = self.ordered(carry, i)
+            if ordered:
+                carry, i = barrier((carry, i))
             carry, y, kept = self.step(carry, start + i, writes=writes, keeps=keeps)
             if in_place:
                 stacks, kept = [put(stack, leaf, i) for stack, leaf in zip(stacks, kept, strict=True)], []
             return (carry, self.write(ys, y, start + i), stacks), kept
 
-        (carry, ys, stacks), kept = self._loop(n, body, (carry, ys, stacks), unroll)
+        (carry, ys, stacks), kept = self._loop(n, body, (carry, ys, stacks), self.unroll.forward)
         return carry, ys, stacks if in_place else kept
 
     def back(self, step: StepBack, kept: Arrays, start: Any, n: int, cotangents: Cotangents) -> Cotangents:
         """Backpropagate through `n` steps whose residuals are kept."""
+        ordered = self._ordered(n, self.unroll.backward)
 
         def body(cotangents, i):
-            cotangents, i = self.ordered(cotangents, i)
+            if ordered:
+                cotangents, i = barrier((cotangents, i))
             return step(cotangents, jax.tree.map(lambda stack: at(stack, i), kept), start + i), []
 
         return self._loop(n, body, cotangents, self.unroll.backward, reverse=True)[0]
 
-    def ordered(self, state: Any, i: Any) -> tuple[Any, Any]:
-        """The state and the number of a step, which wait for the step before where steps of a turn are ordered."""
-        return barrier((state, i)) if self.unroll.ordered else (state, i)
+    def _ordered(self, n: int, unroll: int | bool) -> bool:
+        """Whether each of `n` steps waits for the one before, within a turn.
+
+        In a `shard_map` what depends on the step's number alone waits only for what varies over no axis of the mesh.
+        """
+        return self.unroll.ordered and n > 1 and unroll != 1
 
     def _loop(self, n: int, body: Any, state: Any, unroll: int | bool, *, reverse: bool = False) -> tuple[Any, Arrays]:
         if n == 1:  # no loop to set up
@@ -269,8 +273,8 @@ class Execution:
         def body(state, rows):
             carry, slots, ys = state
             block, row, kept_row = rows
-            if n == 1:
-                carry, block = blocks.ordered(carry, block)
+            if n == 1 and blocks.unroll.ordered:
+                carry, block = barrier((carry, block))
             if row is not None:
                 slots = store.put_state(slots, row.astype(jnp.int32), carry)
             carry, ys, kept = blocks.run(carry, ys, block * n, n, writes=True, keeps=kept_row is not None)

@@ -74,8 +74,8 @@ def filling(
         is_new = way not in tried
         if is_new:
             taken = compiled(way)
-            if taken is None:
-                return way
+            if taken is None:  # what takes more memory is not tried without knowing how much
+                return way if thorough else None
             tried[way] = taken
         taken = tried[way]
         if taken <= budget:
@@ -116,8 +116,8 @@ def with_unroll(
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with the plan of `expected` seconds, for which there is more room than ever; the last, which takes the least
-    memory, only if no other fits. Then `found` is told to be thorough: it gives a way or raises.
+    would be better with a plan of `expected` seconds, which has the whole budget; the last, which takes the least memory, only if
+    no other fits. Then `found` is told to be thorough: it gives a way or raises.
     """
     best: tuple[float, Way] | None = None
     *first, (last, _) = unrolls

@@ -68,7 +68,7 @@ def scan(
         scan's value and gradient as compiled by itself, per device: what is kept for the backward pass, the working memory of a
         step, and `ys` with their cotangents, beyond `xs`, `init`, what `f` closes over, and the gradients of these. Of the plans
         that fit, the fastest by `costs` runs. It is found when the scan is differentiated, and compiled up to five times,
-        mostly once or twice; small steps on a GPU up to ten times. Give exactly one of `slots` and `budget`.
+        mostly once or twice; up to twenty times for small steps on a GPU. Give exactly one of `slots` and `budget`.
       strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
         or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
         cannot be cut into arrays like the carry's leaves.
@@ -173,11 +173,9 @@ def scan(
                 thorough=thorough,
             )
 
-        each = ways.costs
-        seconds = lambda way: each.backward + way.plan.forward_runs * each.forward
         room = max(budget - outputs if isinstance(budget, int) else 0, ways.least(length))
-        turns = unrolls(unroll, [*step.carry, *backward.kept], least=budget == "min")
-        return said(with_unroll(turns, found, seconds, seconds(ways.fastest(length, room))))
+        turns = unrolls(unroll, [*step.consts, *step.carry, *step.x, *backward.kept], least=budget == "min")
+        return said(with_unroll(turns, found, ways.seconds, ways.seconds(ways.fastest(length, room))))
 
     run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)

@@ -65,6 +65,11 @@ class Ways:
         steps = backward.steps(length)
         return check_budget("min", length, steps.carry_nbytes, steps.kept_nbytes)
 
+    def seconds(self, way: Way) -> float:
+        """About how long the steps of a way take."""
+        each = next(each for backward, each, _ in self._ways if backward is way.backward)
+        return way.plan.length * (each.backward + way.plan.forward_runs * each.forward)
+
     def fastest(self, length: int, room: int) -> Way:
         """The way of the least predicted time within so many bytes, those that it works with more than the first included."""
         timed = []

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import memjax
 from memjax import remat
-from memjax._plan import loop
 from memjax._plan.schedule import unroll
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.schedule.unroll import ONE, Unroll, unrolls
@@ -16,7 +14,7 @@ from memjax.remat._scan.filling import with_unroll
 from memjax.remat._scan.ways import Way
 
 FAST, ORDERED, LEAN = Unroll(5, 5), Unroll(5, 5, ordered=True), Unroll(5, 1, ordered=True)
-SMALL, LARGE = [jnp.zeros(256)], [jax.ShapeDtypeStruct((1 << 21,), jnp.float32)]
+SMALL, LARGE = [jnp.zeros(256)], [jax.ShapeDtypeStruct((1 << 22,), jnp.float32)]
 
 
 def loss(params, xs, *, how=jax.lax.scan, **options):
@@ -40,16 +38,6 @@ def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
     exact = jax.grad(loss, (0, 1))(params, xs)
     budgeted = lambda params, xs: loss(params, xs, how=remat.scan, budget=budget)
     for found, wanted in zip(jax.grad(budgeted, (0, 1))(params, xs), exact, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("budget", [12000, 20000])
-def test_gradients_of_plans_are_those_of_scan(x64, monkeypatch, budget):
-    monkeypatch.setattr(loop, "lean", lambda *_: LEAN)
-    rng = np.random.default_rng(0)
-    params, xs = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(150, 2, 3)))
-    exact = jax.grad(loss, (0, 1))(params, xs)
-    for found, wanted in zip(jax.grad(memjax.planned(loss, budget=budget), (0, 1))(params, xs), exact, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
 
 
