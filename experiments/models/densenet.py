@@ -44,9 +44,9 @@ class DenseNet(nnx.Module):
       growth_rate: channels that each layer adds (k); the stem makes 2k.
       num_classes: outputs.
       stem: `"imagenet"` (7x7 convolution and max-pool, each of stride 2) or `"cifar"` (3x3 convolution).
-      keep: `memjax.remat.DenseBlock`'s, or `"later_convolutions"`: `"features"` in the first block, whose convolutions have
-        the largest outputs and the fewest inputs, and `"convolutions"` in the others. Unless it is `"all"`, stem, transitions
-        and head are recomputed too.
+      keep: `memjax.remat.DenseBlock`'s, or `"later_convolutions"`: `"features"` in the first block, where the outputs of
+        convolutions take the most bytes for the arithmetic that makes them, and `"convolutions"` in the others. Unless it is
+        `"all"`, stem, transitions and head are recomputed too.
       dtype: of computation; parameters and statistics are float32.
       dropout_rate: share of each layer's new features dropped in training.
       in_channels: 3 for colour.
@@ -182,7 +182,7 @@ def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 c"]:
 
 
 def _maxima(x):
-    """The maximum of every window, and which of its pixels is the first to have it."""
+    """The maximum of every window, and which of its pixels is the first to have it, or the last that is NaN."""
     height, width = (-(-size // 2) for size in x.shape[1:3])
     x = jnp.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)), constant_values=-jnp.inf)
     best = x[:, 0 : 2 * height : 2, 0 : 2 * width : 2]

@@ -89,6 +89,11 @@ def _type(a: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
+def _generation() -> str:
+    """The first number of the GPU's compute capability."""
+    return str(traced_device().compute_capability).split(".")[0]
+
+
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -135,14 +140,19 @@ def convolve_again(spec: DenseSpec, params: DenseParams, rows, features, gain, s
 def _convolve(
     spec: DenseSpec, params: DenseParams, rows, features, gain, shift, number, last: int, z, written: tuple[Any, ...]
 ) -> list[Any]:
-    """The output, or `z` with it in its place, and what is `written`: what normalises it and finds that, or nothing."""
+    """The output, or `z` with it in its place, and the arrays of `written` as they are then.
+
+    These are means, variances, gains and shifts of the outputs, sums, and a count of programs; or nothing.
+    """
     sizes = _sizes(spec, features)
     pixels, outputs = sizes["M"], rows.shape[-1]
     block, channels, stages = _forward_tiles(pixels)
     tiles = _ceil_div(pixels, block)
     one = jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype)
     nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-    first = _TILE if outputs <= _TILE else 2 * _TILE
+    # With two products of one operand Triton 3.6 does not compile for these GPUs.
+    widest = 4 * _TILE if _generation() == "10" else 2 * _TILE
+    first = min(_power_of_two(max(outputs, _TILE)), widest)
     out = _launch(
         "convolve",
         *(features, gain, shift, rows, params.scale2, params.bias2, number),
@@ -171,8 +181,8 @@ def _convolve(
 def _forward_tiles(pixels: int) -> tuple[int, int, int]:
     """Pixels of a program of `convolve`, channels of a step and stages; the fastest of a dozen tried on an H200.
 
-    With many programs, small steps, so that several programs fit on a multiprocessor. With fewer than there are
-    multiprocessors, large steps, and fewer pixels each.
+    With many programs for each multiprocessor, small steps, so that several programs run on it at a time; with about one, larger
+    ones. With fewer programs than there are multiprocessors, large steps, and fewer pixels each.
     """
     if pixels >= 4 * 132 * 64:
         return 64, 32, 3
@@ -185,7 +195,8 @@ def append(spec: DenseSpec, params: DenseParams, state: Forward, new, layer) -> 
     """Writes a layer's features and what normalises the next layer's input."""
     sizes = _sizes(spec, state.features)
     rows = _ceil_div(sizes["M"], _PROGRAMS)
-    block = 128 if rows > 64 else 32  # large tiles where there are many rows: a program waits for each
+    # Large tiles where there are many rows: a program waits for each.
+    block = 128 if rows > 64 and spec.growth_rate <= 64 else 32
     share = _ceil_div(rows, block) * block
     programs = max(_ceil_div(sizes["M"], share), _fewest_for_kernel(spec))  # those beyond the rows have none
     written = (
@@ -232,8 +243,7 @@ def convolve_backward(
 ) -> Gradients:
     """`total` plus what the layer that is `index` before the last adds, from the gradient of its 1x1 convolution's output."""
     sizes = _sizes(spec, features)
-    generation = str(traced_device().compute_capability).split(".")[0]
-    block, channels, warps, stages, programs = _BACKWARD.get(generation, _BACKWARD_OF_OTHERS)
+    block, channels, warps, stages, programs = _BACKWARD.get(_generation(), _BACKWARD_OF_OTHERS)
     programs = max(programs, _ceil_div(features.shape[-1], channels))
     updated = _launch(
         "convolve_backward",

@@ -61,7 +61,7 @@ def _finish(
 ):  # fmt: skip
     """The last of the programs writes means and variances of N columns, from sums over M rows, and leaves zeros.
 
-    If they are `used`, it also writes the gains and shifts of their normalisation.
+    If a layer is going to read the columns, which `used` says, it also writes the gains and shifts of their normalisation.
     """
     tl.debug_barrier()  # all threads have added
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PROGRAMS - 1:
@@ -272,6 +272,8 @@ def convolve_backward(
         y = x * gain[:, None] + shift[:, None]
         # Not `y > 0`, which would turn a NaN into a zero. Outside, dz is zero and so is d_hidden.
         off = y <= 0
+        if M % BM != 0:
+            off = off | (inside[None, :] == 0)  # a shift may be infinite in 16 bits, and not be cancelled by a zero
         dy = tl.where(off, 0.0, d_hidden)
         tl.atomic_add(g_ptr + r * LD + at, tl.trans(dy * gain[:, None]), mask=here, sem="relaxed")
         sum_dy += tl.sum(dy, 1)
