@@ -13,7 +13,7 @@ _LABELS = {
 
 
 def scan_table() -> str:
-    environment, rows = load("bptt")
+    environment, rows = load("bptt_planned_lstm")
     timed = [row for row in rows if "ratio" in row and row["group"] in _LABELS and "profiled" not in row["name"]]
     timed = [row for row in timed if row["group"] != "memjax" or row["name"].startswith("budget")]
     body = [
