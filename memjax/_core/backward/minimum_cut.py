@@ -8,8 +8,9 @@ cost of keeping. Cutting an edge means paying its cost.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from memjax._core.program.dataflow import Walk, variables
 
 _WHOLE = 1 << 29  # the finite capacities together: flows are counted in 32 bits
 _SOURCE, _SINK = 0, 1
+_FEW = 256  # edges up to which plain Python takes less time than SciPy, most of which goes into making its matrices
 
 
 def cheapest(
@@ -41,63 +43,146 @@ def cheapest(
       to_recompute: the cost of rerunning an equation; None: it must not be rerun.
       late: of several cuts of the same cost, take the one nearest to the wanted variables, or else nearest to the inputs.
     """
-    wanted = [var for var in dict.fromkeys(variables(wanted)) if var not in available]
-    number: dict[Any, int] = {}
-    node = lambda key: number.setdefault(key, len(number) + 2)
-    edges = [(_SOURCE, node(var), math.inf) for var in wanted]
-    walk, visited = Walk(wanted), list[Any]()
-    for var in walk:
-        visited.append(var)
-        eqn = producer.get(var)
-        price = None if eqn is None else to_recompute(eqn)
-        if eqn is None or price is None:
-            edges.append((node(var), _SINK, to_keep(var)))
-            continue
-        is_new = id(eqn) not in number
-        itself = node(id(eqn))
-        edges.append((node(var), itself, to_keep(var)))
-        if is_new:
-            edges.append((itself, _SINK, price))
-            operands = [atom for atom in dict.fromkeys(variables(eqn.invars)) if atom not in available]
-            edges += [(itself, node(atom), math.inf) for atom in operands]
-            walk.add(operands)
-    if not visited:
-        return []
-    near = _near_side(edges, len(number) + 2, late)
-    runs_again = lambda var: var in producer and number.get(id(producer[var])) in near
-    kept = {var for var in visited if number[var] in near and not runs_again(var)}
-    return [var for var in dict.fromkeys([*wanted, *producer, *visited]) if var in kept]
+    graph = Graph(wanted, producer, available, lambda eqn: to_recompute(eqn) is not None)
+    return graph.cheapest(to_keep, to_recompute, late=late)
 
 
-def _near_side(edges: list[tuple[int, int, float]], nodes: int, small: bool) -> set[int]:
-    """The nodes on the source's side of a minimum cut; of several cuts, the smallest side if `small`, else the largest.
+class Graph:
+    """What can be kept and what can run again, of which `cheapest` chooses for any costs.
 
-    No edge is given twice."""
-    # Not before the first cut: these take an eighth of the time to import memjax.
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_flow
+    Args:
+      wanted, producer, available: as for the function.
+      reruns: whether an equation may be rerun.
 
-    tails, heads, weights = (np.array(column) for column in zip(*sorted(edges), strict=True))
-    capacities = _integers(weights)
-    starts = np.searchsorted(tails, np.arange(nodes + 1)).astype(np.int32)
-    flow = maximum_flow(csr_array((capacities, heads.astype(np.int32), starts), (nodes, nodes)), _SOURCE, _SINK).flow
-    # In plain Python: planning cuts thousands of small graphs, for which sparse matrices take most of the time.
-    left = dict(zip(zip(tails.tolist(), heads.tolist(), strict=True), capacities.tolist(), strict=True))
-    rows = np.repeat(np.arange(nodes), np.diff(flow.indptr)).tolist()
-    for tail, head, amount in zip(rows, flow.indices.tolist(), flow.data.tolist(), strict=True):
-        left[tail, head] = left.get((tail, head), 0) - amount
-    following: list[list[int]] = [[] for _ in range(nodes)]
-    for (tail, head), capacity in left.items():
-        if capacity > 0:
-            one, other = (tail, head) if small else (head, tail)
-            following[one].append(other)
-    reached = {_SOURCE if small else _SINK}
-    pending = [*reached]
-    while pending:
-        new = [node for node in following[pending.pop()] if node not in reached]
-        reached.update(new)
-        pending += new
-    return reached if small else set(range(nodes)) - reached
+    Attributes:
+      variables: those among which is chosen.
+    """
+
+    def __init__(
+        self,
+        wanted: Iterable[Any],
+        producer: Mapping[Any, Any],
+        available: set[Any],
+        reruns: Callable[[Any], bool],
+    ):
+        wanted = [var for var in dict.fromkeys(variables(wanted)) if var not in available]
+        number: dict[Any, int] = {}
+        node = lambda key: number.setdefault(key, len(number) + 2)
+        kept, rerun, free = list[tuple[int, int]](), list[tuple[int, int]](), [(_SOURCE, node(var)) for var in wanted]
+        walk, visited = Walk(wanted), list[Any]()
+        self._eqns: list[Any] = []
+        for var in walk:
+            visited.append(var)
+            eqn = producer.get(var)
+            if eqn is None or not reruns(eqn):
+                kept.append((node(var), _SINK))
+                continue
+            is_new = id(eqn) not in number
+            itself = node(id(eqn))
+            kept.append((node(var), itself))
+            if is_new:
+                self._eqns.append(eqn)
+                rerun.append((itself, _SINK))
+                operands = [atom for atom in dict.fromkeys(variables(eqn.invars)) if atom not in available]
+                free += [(itself, node(atom)) for atom in operands]
+                walk.add(operands)
+        self.variables = visited
+        self._edges, self._nodes = [*kept, *rerun, *free], len(number) + 2
+        # In the order of the result, with the node of each and that of its equation, if it has one.
+        there = set(visited)
+        self._ends = [
+            (var, number[var], number.get(id(producer[var])) if var in producer else None)
+            for var in dict.fromkeys([*wanted, *producer, *visited])
+            if var in there
+        ]
+
+    def cheapest(
+        self, to_keep: Callable[[Any], float], to_recompute: Callable[[Any], float | None], *, late: bool = True
+    ) -> list[Any]:
+        """The variables to keep at these costs."""
+        if not self.variables:
+            return []
+        costs = [*map(to_keep, self.variables), *map(to_recompute, self._eqns)]
+        capacities = _integers(np.array(costs + [math.inf] * (len(self._edges) - len(costs))))
+        left = self._left_in_few(capacities) if len(self._edges) <= _FEW else self._left_in_many(capacities)
+        near = self._near_side(left, late)
+        return [var for var, at, eqn in self._ends if at in near and eqn not in near]
+
+    def _near_side(self, left: Sequence[int], small: bool) -> set[int]:
+        """The nodes on the source's side of a minimum cut; of several cuts, the smallest side if `small`, else the largest.
+
+        `left`: what a maximum flow leaves of the capacity of each arc."""
+        heads, leaving = self._arcs
+        reached = {_SOURCE if small else _SINK}
+        pending = [*reached]
+        while pending:
+            for arc in leaving[pending.pop()]:
+                if left[arc if small else arc ^ 1] and heads[arc] not in reached:
+                    reached.add(heads[arc])
+                    pending.append(heads[arc])
+        return reached if small else set(range(self._nodes)) - reached
+
+    @functools.cached_property
+    def _arcs(self) -> tuple[list[int], list[list[int]]]:
+        """Where arcs lead, and those that leave each node. Edge `i` is arc `2 i`; arc `2 i + 1` takes back what flows there."""
+        heads: list[int] = []
+        leaving: list[list[int]] = [[] for _ in range(self._nodes)]
+        for tail, head in self._edges:
+            leaving[tail].append(len(heads))
+            leaving[head].append(len(heads) + 1)
+            heads += [head, tail]
+        return heads, leaving
+
+    def _left_in_few(self, capacities: Any) -> Sequence[int]:
+        """By Dinic's algorithm."""
+        heads, leaving = self._arcs
+        left = [0] * len(heads)
+        left[::2] = capacities.tolist()
+        while True:
+            # How many arcs away from the source each node is.
+            level, order = [-1] * self._nodes, [_SOURCE]
+            level[_SOURCE] = 0
+            for node in order:
+                for arc in leaving[node]:
+                    if left[arc] and level[heads[arc]] < 0:
+                        level[heads[arc]] = level[node] + 1
+                        order.append(heads[arc])
+            if level[_SINK] < 0:
+                return left
+            # Paths on which each arc leads further away, until one is full on each.
+            ahead, path, node = [iter(arcs) for arcs in leaving], list[int](), _SOURCE
+            while True:
+                if node == _SINK:
+                    amount = min(left[arc] for arc in path)
+                    for arc in path:
+                        left[arc] -= amount
+                        left[arc ^ 1] += amount
+                    full = next(i for i, arc in enumerate(path) if not left[arc])
+                    node = heads[path[full] ^ 1]
+                    del path[full:]
+                for arc in ahead[node]:
+                    if left[arc] and level[heads[arc]] == level[node] + 1:
+                        path.append(arc)
+                        node = heads[arc]
+                        break
+                else:
+                    if not path:
+                        break
+                    node = heads[path.pop() ^ 1]
+
+    def _left_in_many(self, capacities: Any) -> Sequence[int]:
+        # Not before the first cut of many: these take an eighth of the time to import memjax.
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import maximum_flow
+
+        ends = np.array(self._edges, np.int32)
+        order = np.lexsort((ends[:, 1], ends[:, 0]))
+        starts = np.searchsorted(ends[order, 0], np.arange(self._nodes + 1)).astype(np.int32)
+        matrix = csr_array((capacities[order], ends[order, 1], starts), (self._nodes, self._nodes))
+        flow = maximum_flow(matrix, _SOURCE, _SINK).flow
+        amounts = np.asarray(flow[ends[:, 0], ends[:, 1]]).ravel()
+        # What flows back is counted as less than nothing there.
+        return np.stack([capacities - amounts, amounts], 1).ravel().tolist()
 
 
 def _integers(weights: Any) -> Any:
