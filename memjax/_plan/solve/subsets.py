@@ -7,13 +7,14 @@ in which something exact would follow from a rounded value are left out. Boolean
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.backward.minimum_cut import cheapest
+from memjax._core.backward.minimum_cut import Graph, cheapest
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, made_by, read_by
 from memjax._core.program.primitives import expensive
@@ -48,6 +49,10 @@ class Problem(NamedTuple):
     to_code: Callable[[Any, int], float]
     names: dict[Any, Any]
 
+    def to_rerun(self, eqn: Any) -> float:
+        """Seconds that running an equation again takes."""
+        return max(self.seconds[id(eqn)], _SOME_TIME)
+
     def prices(self) -> list[float]:
         """Seconds that a byte is worth: several; one where nothing can run again, for what is wanted can only be kept there."""
         total_bytes = sum(map(array_bytes, self.again.place))
@@ -67,12 +72,8 @@ class Subset(NamedTuple):
 def exact_subsets(problem: Problem) -> list[Subset]:
     """The subsets without codes; the fewest bytes first."""
     names = problem.names
-    cuts = []
-    for price in problem.prices():
-        kept = _kept_at(price, problem, problem.wanted, problem.known)
-        cuts.append(
-            list(dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known))
-        )
+    roots = lambda kept: dict.fromkeys(names.get(var, var) for var in kept)
+    cuts = [[var for var in roots(kept) if var not in problem.known] for kept in _kept_at_prices(problem)]
     votes = {var: tuple(i for i, cut in enumerate(cuts) if var in cut) for cut in cuts for var in cut}
     # Sums over devices cannot run again. Those of statistics are many, and small: they are no choice.
     total = sum(map(array_bytes, problem.wanted))
@@ -164,23 +165,43 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
     return [(var, few is not None) for var, few in found]
 
 
+def _kept_at_prices(problem: Problem) -> list[list[Any]]:
+    """The variables to keep at each of the prices, which rise.
+
+    What a cut costs is linear in the price: one that is the best at two prices is so at all between, which need no search.
+    """
+    graph = Graph(problem.wanted, problem.again.makers, problem.known, lambda eqn: not eqn.effects)
+    costs = {var: (max(array_bytes(var), 1), problem.to_keep(var)) for var in graph.variables}
+
+    @functools.cache
+    def at(price: float) -> list[Any]:
+        return graph.cheapest(lambda var: price * costs[var][0] + costs[var][1], problem.to_rerun)
+
+    def kept(prices: Sequence[float]) -> list[list[Any]]:
+        if len(prices) < 3 or at(prices[0]) == at(prices[-1]):
+            return [at(prices[0])] * (len(prices) - 1) + [at(prices[-1])]
+        middle = len(prices) // 2
+        return kept(prices[: middle + 1])[:-1] + kept(prices[middle:])
+
+    return kept(problem.prices())
+
+
 def _kept_at(
     price: float,
     problem: Problem,
     wanted: Iterable[Any],
     known: set[Any],
-    nbytes: Callable[[Any], int] = array_bytes,
-    to_keep: Callable[[Any], float] | None = None,
+    nbytes: Callable[[Any], int],
+    to_keep: Callable[[Any], float],
     never: Callable[[Any], bool] = lambda eqn: bool(eqn.effects),
 ) -> list[Any]:
     """Chooses the variables to keep if a byte costs `price` seconds; `never` says which equations must not be rerun."""
-    to_keep = to_keep or problem.to_keep
     return cheapest(
         wanted,
         problem.again.makers,
         known,
         lambda var: price * max(nbytes(var), 1) + to_keep(var),
-        lambda eqn: None if never(eqn) else max(problem.seconds[id(eqn)], _SOME_TIME),
+        lambda eqn: None if never(eqn) else problem.to_rerun(eqn),
     )
 
 

@@ -9,9 +9,11 @@ import pytest
 from jax import lax
 
 from memjax._core.backward import minimum_cut
-from memjax._core.backward.minimum_cut import cheapest
+from memjax._core.backward.minimum_cut import Graph, cheapest
+from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import calls_in_place
+from memjax._plan.solve.subsets import Problem, _kept_at_prices
 from memjax.compress._transform.keep.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 
@@ -75,6 +77,21 @@ def test_nothing_is_cheaper(monkeypatch, program, seed):
     monkeypatch.setattr(minimum_cut, "_FEW", 0)  # by SciPy, as graphs of many edges
     assert cheapest(wanted, producer, set(), nbytes.__getitem__, again) == late
     assert cheapest(wanted, producer, set(), nbytes.__getitem__, again, late=False) == early
+
+
+@pytest.mark.parametrize("program", range(4))
+def test_cuts_at_many_prices_are_those_at_each(program):
+    program = _programs()[program]
+    flow, rng = program.flow, np.random.default_rng(0)
+    seconds = {id(eqn): float(rng.integers(1, 9)) for eqn in program.eqns}
+    to_keep = {var: float(rng.integers(0, 3)) for var in (*program.invars, *flow.place)}
+    known = {*program.invars}
+    problem = Problem(flow, variables(program.outvars), known, seconds, to_keep.__getitem__, None, flow.names)
+    graph = Graph(problem.wanted, flow.makers, known, lambda eqn: True)
+    cost = lambda price: lambda var: price * array_bytes(var) + to_keep[var]
+    found = _kept_at_prices(problem)
+    assert found == [graph.cheapest(cost(price), problem.to_rerun) for price in problem.prices()]
+    assert len({tuple(kept) for kept in found}) > 1
 
 
 def _need(f, *types):
