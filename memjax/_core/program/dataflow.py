@@ -28,6 +28,13 @@ def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
     return [atom if isinstance(atom, _Literal) else names.get(atom, atom) for atom in atoms]
 
 
+def reading(eqn: Any, names: Mapping[Any, Any]) -> Any:
+    """The equation, reading other variables in place of some; itself if it reads none of these, as it is the most often."""
+    if any(not isinstance(atom, _Literal) and atom in names for atom in eqn.invars):
+        return eqn.replace(invars=renamed(eqn.invars, names))
+    return eqn
+
+
 def made_by(eqns: Iterable[Any]) -> dict[Any, None]:
     """What the equations make, in order."""
     return dict.fromkeys(out for eqn in eqns for out in eqn.outvars)

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from memjax._core.program.costs import is_fusible, kind_of, stored
-from memjax._core.program.dataflow import Dataflow, aliases, is_literal, renamed, variables
+from memjax._core.program.dataflow import Dataflow, aliases, is_literal, reading, variables
 from memjax._core.program.primitives import (
     ALIASES,
     BARRIER,
@@ -48,7 +49,7 @@ def with_written(flow: Dataflow, outputs: Iterable[Any]) -> Dataflow:
                 eqns.append(eqn.replace(primitive=_written, params={}))
             continue
         names = inside if i in kernels.of or eqn.primitive.name in ALIASES else elsewhere
-        eqn = eqn.replace(invars=renamed(eqn.invars, names))
+        eqn = reading(eqn, names)
         if kernels.of.get(i) == i and eqn.primitive.name in LIBRARY_POOLS:  # what it reads may be inside of the kernel
             eqn = eqn.replace(primitive=_written, params={})
         eqns.append(eqn)
@@ -72,7 +73,7 @@ def _without_copies(eqns: list[Any], outputs: Sequence[Any]) -> Dataflow:
             if atom in in_memory and atom.aval.shape == out.aval.shape:
                 names[out] = atom
                 continue
-        found.append(eqn.replace(invars=renamed(eqn.invars, names)))
+        found.append(reading(eqn, names))
     return Dataflow(found)
 
 
@@ -91,7 +92,9 @@ class _Whole:
         self._origins: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # what was broadcast, along which dimensions
         for eqn in eqns:
             if eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
-                eqn = eqn.replace(invars=[self._whole(eqn, atom) for atom in eqn.invars])
+                whole = [self._whole(eqn, atom) for atom in eqn.invars]
+                if any(one is not atom for one, atom in zip(whole, eqn.invars, strict=True)):
+                    eqn = eqn.replace(invars=whole)
             elif eqn.primitive.name == "broadcast_in_dim":
                 self._origins[eqn.outvars[0]] = self._broadcast(eqn)
             self.eqns.append(eqn)
@@ -103,7 +106,7 @@ class _Whole:
 
     def _origin(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
         if is_literal(atom):
-            return (str(atom.aval.dtype), repr(atom.val)), ()
+            return (atom.aval.dtype, np.asarray(atom.val).tobytes()), ()
         return self._origins.get(atom) or (atom, tuple(dim for dim, size in enumerate(atom.aval.shape) if size != 1))
 
     def _whole(self, eqn: Any, atom: Any) -> Any:
