@@ -93,7 +93,7 @@ class Known:
         """Predicted seconds of a step that computes nothing again."""
         return self.chain.base_seconds / self.layout.devices
 
-    @property
+    @functools.cached_property
     def frontier(self) -> list[tuple[int, float]]:
         """Predicted bytes, and seconds on top of `base_seconds`, of the plans that solve the chain."""
         around = self.chain.derivative.around
