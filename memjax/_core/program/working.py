@@ -96,7 +96,7 @@ def fullest_moment(
     )
     end = len(flow.eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
-    read = flow.roots_by(names)
+    read = flow.roots if names is flow.names else flow.roots_by(names)
     for i in range(end - 1, -1, -1):
         # An output that is not written to memory is fused into its consumers, so this equation's operands live until the last
         # of them.
@@ -108,7 +108,8 @@ def fullest_moment(
         for var in read[i]:
             if last.get(var, -1) < runs:
                 last[var] = runs
-    words = {out: _WORDS * out.aval.size for out in made_by(filter(_stays_words, flow.eqns))}
+    random = [eqn for eqn in flow.eqns if eqn.primitive.name == "random_bits"]
+    words = {out: _WORDS * out.aval.size for out in made_by(filter(_stays_words, random))}
     size = lambda var: words.get(var) or array_bytes(var)
     alive = peak = sum(map(size, entering))
     then: tuple[int, list[Any], int, int] = -1, [], 0, 0

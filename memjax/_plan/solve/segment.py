@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
+from memjax._core.program.dataflow import Dataflow, aliases, made_by, variables
 from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes, lent_to
 from memjax._plan.codes import Codes
 from memjax._plan.schedule.execute import LoopPlan
@@ -170,6 +170,9 @@ class BackwardTurn:
         self.hoisted_nbytes = hoisted_bytes(segment.backward, rates.platform)
         self._backward = as_compiled(segment.backward, rates.platform)
         self._names = aliases(self._backward, flow.names)
+        self._reads = {id(eqn): variables(eqn.invars) for eqn in self._backward}
+        self._reads |= zip(map(id, flow.eqns), flow.reads, strict=True)
+        self._forwards: dict[tuple[int, ...], Dataflow] = {}
 
     def again(self, subset: Subset) -> list[Any]:
         """The equations that run again."""
@@ -185,7 +188,7 @@ class BackwardTurn:
         # A code is read where what it decodes to is.
         again = [*(code.decode for code in subset.coded), *again]
         # XLA:CPU runs an operator as soon as its operands are there. So recomputation does not wait until it is needed.
-        run = Dataflow([*again, *self._backward] if platform == "cpu" else in_time(again, self._backward))
+        run = self._flow([*again, *self._backward] if platform == "cpu" else in_time(again, self._backward))
         in_codes = [code.variable for code in subset.coded]
         here = [var for var in (*subset.kept, *in_codes, *segment.crossing, *segment.gathered) if var in run.read]
         elsewhere = run.outside.keys() - set(here) - set(segment.entering)
@@ -196,23 +199,33 @@ class BackwardTurn:
         )
         found = of(run)
         if platform == "cpu":
-            return max(found, _in_forward(segment, self.flow, subset, platform), key=lambda moment: moment.nbytes)
+            return max(found, self._in_forward(subset), key=lambda moment: moment.nbytes)
         # Of several schedules the compiler takes the one of the least memory.
         stays = [*segment.leaving, *elsewhere]
         return min(*(found, of(freeing_first(run, segment.results, stays, platform))), key=lambda moment: moment.nbytes)
 
+    def _flow(self, eqns: Sequence[Any]) -> Dataflow:
+        """The dependences of equations, which are looked at for each subset."""
+        found = Dataflow(eqns)
+        found.reads = [self._reads.get(id(eqn)) or variables(eqn.invars) for eqn in eqns]
+        return found
 
-def _in_forward(segment: Segment, flow: Dataflow, subset: Subset, platform: str) -> Moment:
-    """The moment with the most bytes alive in the forward pass of the segment, besides what was there before."""
-    kept, coded = subset
-    stays = [*segment.crossing, *kept, *(code.of for code in coded)]
-    chosen = {id(eqn) for eqn in (*segment.primal, *flow.needed(stays))}
-    eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
-    if coded:
-        encodes = {code.of: code.encode for code in coded}
-        eqns = [encodes[var] for var in encodes.keys() - flow.place.keys()] + [
-            one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
-        ]
-        stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
-    resident = read_by(eqns).keys() - flow.place.keys() - set(segment.gathered)
-    return fullest_moment(eqns, resident, segment.gathered, stays, segment.outputs, platform)
+    def _in_forward(self, subset: Subset) -> Moment:
+        """The moment with the most bytes alive in the forward pass of the segment, besides what was there before."""
+        segment, flow = self._segment, self.flow
+        kept, coded = subset
+        stays = [*segment.crossing, *kept, *(code.of for code in coded)]
+        chosen = {id(eqn) for eqn in (*segment.primal, *flow.needed(stays))}
+        eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
+        if coded:
+            encodes = {code.of: code.encode for code in coded}
+            eqns = [encodes[var] for var in encodes.keys() - flow.place.keys()] + [
+                one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
+            ]
+            stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
+        numbers = tuple(map(id, eqns))
+        if numbers not in self._forwards:  # most subsets have it in common
+            self._forwards[numbers] = self._flow(eqns)
+        run = self._forwards[numbers]
+        resident = run.read.keys() - flow.place.keys() - set(segment.gathered)
+        return fullest_moment(run, resident, segment.gathered, stays, segment.outputs, self._platform)
