@@ -39,6 +39,7 @@ class Bottleneck(nnx.Module):
         return nnx.relu(self.norm3(self.conv3(y)) + self.skip(x))
 
 
+@functools.cache
 def layers(axis_name):
     rngs = nnx.Rngs(0)
     sizes = [(8, 32, 1), (32, 64, 2)]
