@@ -10,7 +10,12 @@ from memjax._core.barriers import barrier
 from memjax.remat._dense import triton
 from memjax.remat._dense.late import put_off, through_norm
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
-from memjax.remat._dense.xla import Gradients
+from memjax.remat._dense.xla import (
+    Gradients,
+    conv_outputs_first,
+    conv_outputs_first_backward,
+    outputs_first,
+)
 
 
 def _of_layer(a, i):
@@ -25,15 +30,6 @@ def _gain_and_shift(spec: DenseSpec, scale, bias, mean, var):
     """What a normalisation multiplies channels by, and adds."""
     gain = scale.astype(jnp.float32) * lax.rsqrt(var + spec.epsilon)
     return gain, bias.astype(jnp.float32) - mean * gain
-
-
-def _for_cudnn(kernel, dtype):
-    """A 3x3 kernel with its outputs first, which cuDNN reads without a copy."""
-    return kernel.transpose(3, 0, 1, 2).astype(dtype)
-
-
-def _conv3x3(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
 
 
 def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
@@ -56,7 +52,7 @@ def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
     z = lax.empty((spec.num_layers, *x.shape[:-1], spec.width), x.dtype) if save_z else None
     gain, shift = (jnp.pad(a, room) for a in first)
     gain2, shift2 = second
-    kernel2 = _for_cudnn(params.kernel2[0], x.dtype)
+    kernel2 = outputs_first(params.kernel2[0], x.dtype)
     state = triton.Forward(features, mean, var, gain, shift, kernel2, z, mean2, var2, gain2, shift2, sums, counts)
     rows = params.kernel1.astype(x.dtype)
 
@@ -64,7 +60,7 @@ def forward(spec: DenseSpec, save_z: bool, params, running, key, x):
         state, z = triton.convolve(spec, params, rows, state, i)
         hidden = z.astype(jnp.float32) * _of_layer(state.gain2, i) + _of_layer(state.shift2, i)
         hidden = jax.nn.relu(hidden).astype(z.dtype)
-        new = dropout(spec, key, i, _conv3x3(hidden, state.kernel2))
+        new = dropout(spec, key, i, conv_outputs_first(hidden, state.kernel2))
         return triton.append(spec, params, state, new, i)
 
     state = _loop(spec.num_layers, layer, vary(state, varying_axes(x, rows)))
@@ -103,7 +99,7 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
             _of_layer(a, i).astype(jnp.float32) for a in (statistics.mean2, statistics.var2, gain2, params.bias2)
         )
         hidden = norm_relu(here, mean2, gain, bias2)
-        d_hidden, d_kernel2 = jax.vjp(_conv3x3, hidden, kernel2)[1](d_new)
+        d_hidden, d_kernel2 = conv_outputs_first_backward(hidden, kernel2, d_new)
         kernel2, sums = triton.normalise_backward_sums(spec, params, statistics, every, d_hidden, index, kernel2, sums)
         dz = through_norm(spec, here, hidden, d_hidden, mean2, var2, gain, [_of_layer(a, i) for a in sums])
         total = triton.convolve_backward(spec, params, rows, features, mean, var, index, dz, total)
@@ -121,7 +117,7 @@ def backward(spec: DenseSpec, params, key, features, statistics, z, d_features):
         kernel=nothing(*rows.shape),
     )
     sums = nothing(spec.num_layers, spec.width), nothing(spec.num_layers, spec.width)
-    kernel2 = _for_cudnn(params.kernel2[-1], features.dtype)
+    kernel2 = outputs_first(params.kernel2[-1], features.dtype)
     d_kernels = lax.empty((spec.num_layers, *kernel2.shape), params.kernel2.dtype)
     start = vary((total, sums, kernel2, d_kernels), varying_axes(features, d_features, rows))
     total, (sum_dy, sum_dy_z), _, d_kernels = _loop(spec.num_layers, layer, start)
