@@ -175,7 +175,8 @@ class Blocks(abc.ABC):
     Outputs go straight into rows of whole arrays, which the loops update in place.
 
     Args:
-      carry, kept: types of the state, and of the residuals of one step, without which steps in a turn are not ordered.
+      carry, kept: types of the state, and of the residuals of one step; the latter are needed for slots of residuals, and where
+        steps in a turn are ordered.
       length: how many steps there are.
       reverse: whether the first step reads the last row.
       unroll: how many steps a turn of a loop takes.

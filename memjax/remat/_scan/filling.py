@@ -111,22 +111,23 @@ def with_unroll(
     unrolls: Sequence[tuple[Unroll, float]],
     found: Callable[[Unroll, bool], Way | None],
     seconds: Callable[[Way], float],
-    expected: float,
+    expected: Callable[[], float],
 ) -> Way:
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with a plan of `expected` seconds, which has the whole budget; the last, which takes the least memory, only if
-    no other fits. Then `found` is told to be thorough: it gives a way or raises.
+    would be better with a plan of the `expected` seconds, which has the whole budget; the last, which takes the least memory,
+    only if no other fits. Then `found` is told to be thorough: it gives a way or raises.
     """
     best: tuple[float, Way] | None = None
     *first, (last, _) = unrolls
     for unroll, relative in first:
-        if best is not None and best[0] <= relative * expected:
+        if best is not None and best[0] <= relative * expected():
             break
         if (way := found(unroll, False)) is not None:
             score = relative * seconds(way)
-            best = min(best or (score, way), (score, way), key=lambda one: one[0])
+            if best is None or score < best[0]:
+                best = score, way
     if best is not None:
         return best[1]
     way = found(last, True)

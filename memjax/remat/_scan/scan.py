@@ -175,7 +175,8 @@ def scan(
 
         room = max(budget - outputs if isinstance(budget, int) else 0, ways.least(length))
         turns = unrolls(unroll, [*step.consts, *step.carry, *step.x, *backward.kept], least=budget == "min")
-        return said(with_unroll(turns, found, ways.seconds, ways.seconds(ways.fastest(length, room))))
+        expected = lambda: ways.seconds(ways.fastest(length, room))
+        return said(with_unroll(turns, found, ways.seconds, expected))
 
     run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)

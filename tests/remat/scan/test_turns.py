@@ -78,7 +78,7 @@ def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, tried):
     all_turns = [(FAST, 0.65), (ORDERED, 1.0), (LEAN, 1.09)]
     if chosen is None:
         with pytest.raises(ValueError, match="budget"):
-            with_unroll(all_turns, found, seconds, 3.0)
+            with_unroll(all_turns, found, seconds, lambda: 3.0)
     else:
-        assert with_unroll(all_turns, found, seconds, 3.0).unroll == chosen
+        assert with_unroll(all_turns, found, seconds, lambda: 3.0).unroll == chosen
     assert seen == tried
