@@ -73,7 +73,7 @@ def exact_subsets(problem: Problem) -> list[Subset]:
     """The subsets without codes; the fewest bytes first."""
     names = problem.names
     roots = lambda kept: dict.fromkeys(names.get(var, var) for var in kept)
-    cuts = [[var for var in roots(kept) if var not in problem.known] for kept in _kept_at_prices(problem)]
+    cuts = [[var for var in roots(kept) if var not in problem.known] for kept in kept_at_prices(problem)]
     votes = {var: tuple(i for i, cut in enumerate(cuts) if var in cut) for cut in cuts for var in cut}
     # Sums over devices cannot run again. Those of statistics are many, and small: they are no choice.
     total = sum(map(array_bytes, problem.wanted))
@@ -165,7 +165,7 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
     return [(var, few is not None) for var, few in found]
 
 
-def _kept_at_prices(problem: Problem) -> list[list[Any]]:
+def kept_at_prices(problem: Problem) -> list[list[Any]]:
     """The variables to keep at each of the prices, which rise.
 
     What a cut costs is linear in the price: one that is the best at two prices is so at all between, which need no search.

@@ -13,7 +13,7 @@ from memjax._core.backward.minimum_cut import Graph, cheapest
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import calls_in_place
-from memjax._plan.solve.subsets import Problem, _kept_at_prices
+from memjax._plan.solve.subsets import Problem, kept_at_prices
 from memjax.compress._transform.keep.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 
@@ -89,7 +89,7 @@ def test_cuts_at_many_prices_are_those_at_each(program):
     problem = Problem(flow, variables(program.outvars), known, seconds, to_keep.__getitem__, None, flow.names)
     graph = Graph(problem.wanted, flow.makers, known, lambda eqn: True)
     cost = lambda price: lambda var: price * array_bytes(var) + to_keep[var]
-    found = _kept_at_prices(problem)
+    found = kept_at_prices(problem)
     assert found == [graph.cheapest(cost(price), problem.to_rerun) for price in problem.prices()]
     assert len({tuple(kept) for kept in found}) > 1
 
