@@ -8,13 +8,14 @@ tokens sharded: time, and bytes of a device
 - explicit: under `jit`, the mesh's axes explicit, as `jax.make_mesh` makes them.
 
 With `--tools vocabulary` tokens are whole, and devices hold entries of a table that is both embedding and head. Plain JAX with
-automatic axes is beside it.
+automatic axes is beside it, and PyTorch where it is installed.
 
 `--tokens 256 --dim 64 --vocabulary 512 --hidden 128 --seconds 0.1 --devices 2` tries it on simulated CPU devices.
 `--target h200.txtpb` compiles for GPUs that need not be there, as `benchmarks.metp_compiled` does, and times nothing.
 """
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import re
@@ -64,6 +65,9 @@ def main(config: Config) -> None:
     for tool in config.tools:
         result = record.in_fresh_process("benchmarks.mesh", {**dataclasses.asdict(config), "tool": tool}, environ)
         rows += result.get("rows") or [{"tool": tool, "error": result["error"]}]
+        if tool == "vocabulary" and not config.target and importlib.util.find_spec("torch") is not None:
+            result = record.in_fresh_process("benchmarks.cases.vocabulary_torch", dataclasses.asdict(config))
+            rows += result.get("rows") or [{"tool": tool, "how": "PyTorch", "error": result["error"]}]
         print(*map(json.dumps, rows), sep="\n", flush=True)
         print(record.save(config.name, rows))
 
