@@ -11,6 +11,8 @@ longest       the longest sequence that compiles within the memory of the GPU, b
 `--smoke` tries it on a CPU in about two minutes and saves nothing. On a ring of four GPUs:
 
     python -m benchmarks.long_context --devices 4 --parts real --real-cases "8B 524288 tiled+groups+slots=32+keep_attention"
+
+A number of layers may follow the shape, as in "8B:2".
 """
 
 import dataclasses
@@ -126,7 +128,7 @@ def case(case: dict) -> dict:
     part = case["part"]
     if case.get("devices", 1) > 1:
         memjax.shard.hide_hops()  # before the first use of a device
-    decoder = llama.SHAPES[case["shape"]]
+    decoder = shape(case["shape"])
     if jax.default_backend() == "cpu":
         decoder = dataclasses.replace(decoder, dtype="float32")
     if part == "stack":
@@ -134,6 +136,13 @@ def case(case: dict) -> dict:
     if part == "longest":
         return _longest(decoder, case)
     return _real(decoder, case) if part == "real" else _layer(decoder, case)
+
+
+def shape(name: str) -> LlamaConfig:
+    """A shape by name; "8B:2" has two layers of it."""
+    known, _, layers = name.partition(":")
+    decoder = llama.SHAPES[known]
+    return dataclasses.replace(decoder, layers=int(layers)) if layers else decoder
 
 
 def _stack(decoder: LlamaConfig, case: dict) -> dict:

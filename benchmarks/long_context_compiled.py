@@ -25,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import record
+from benchmarks.long_context import shape
 from experiments.models import llama
 from experiments.models.recipe import parse
 
@@ -39,6 +40,9 @@ class Config:
     parts: tuple[Part, ...] = ("whole", "layer", "ring")
     ring: int = 8
     """Devices of the ring."""
+    ring_cases: tuple[str, ...] = ()
+    """Shape, tokens and recipe of each decoder over the ring, as `--real-cases` of `benchmarks.long_context`. Default: three
+    lengths of the 8B shape. Given, the name of results has the number of devices."""
     smoke: bool = False
 
 
@@ -60,6 +64,8 @@ def cases(config: Config) -> dict[Part, list[dict]]:
         for n in (_M // 8, _M // 2)
     ]
     ring = [("8B", "tiled+groups+slots=4", n * config.ring) for n in (_M // 2, _M, 5 * _M // 4)]
+    if config.ring_cases:
+        ring = [(shape, recipe, int(tokens)) for shape, tokens, recipe in map(str.split, config.ring_cases)]
     parts: dict[Part, list[tuple[str, str, int]]] = {"whole": whole, "layer": layer, "ring": ring}
     if config.smoke:
         tiny = [("tiny", "tiled=32+groups+slots=2", 256)]
@@ -72,15 +78,16 @@ def main(config: Config) -> None:
     for part, shapes in cases(config).items():
         size = config.ring if part == "ring" else 1
         rows = []
-        for shape in shapes:
-            case = {"part": part, "devices": size, **shape}
+        for named in shapes:
+            case = {"part": part, "devices": size, **named}
             environ = {} if config.target else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={size}"}
             passed = {**case, "target": config.target}
             row = record.in_fresh_process("benchmarks.long_context_compiled", passed, environ=environ)
             rows.append({name: value for name, value in row.items() if name != "target"})
             print(json.dumps(rows[-1]), flush=True)
             if not config.smoke:
-                record.save(f"long_context_compiled_{part}", rows)
+                given = f"_{size}" if part == "ring" and config.ring_cases else ""
+                record.save(f"long_context_compiled_{part}{given}", rows)
 
 
 def case(case: dict) -> dict:
@@ -135,7 +142,7 @@ def _layer(case: dict, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _config(case: dict) -> llama.LlamaConfig:
-    return dataclasses.replace(llama.SHAPES[case["shape"]], kernel="fused")
+    return dataclasses.replace(shape(case["shape"]), kernel="fused")
 
 
 def _placed(tree: Any, specs: Any, mesh: Mesh) -> Any:

@@ -3,6 +3,7 @@
 import statistics
 
 from benchmarks.tables.markdown import Tables, load, table
+from experiments.models.llama import SHAPES
 
 
 def _compiled(part: str) -> str:
@@ -101,6 +102,49 @@ def _real() -> str:
     return table(header, body, [environment for environment, _ in loaded], "real")
 
 
+def _four() -> str:
+    """Over a ring of four GPUs, beside what was predicted."""
+    environment, rows = load("long_context_real_4")
+    _, ahead = load("long_context_compiled_ring_4")
+    predicted = {(row["shape"], row["tokens"]): row for row in ahead}
+    body = []
+    for row in rows:
+        shape, _, layers = row["shape"].partition(":")
+        nbytes, seconds = predicted[row["shape"], row["length"]]["gib"], _seconds(row)
+        body.append(
+            [
+                f"Llama-3-{shape}" + (f", {layers} layers" if layers else ""),
+                f"`{row['recipe']}`",
+                f"{row['length']:,}",
+                f"{nbytes:.1f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+                f"{seconds:.0f}",
+                f"{row['seconds']:.0f}",
+                f"{row['loss'] / row['length']:.2f}",
+            ]
+        )
+    header = ["shape", "recipe", "tokens", "GiB of a GPU, predicted", "used", "seconds, predicted", "taken", "loss"]
+    return table(header, body, [environment], "four")
+
+
+def _seconds(row: dict) -> float:
+    """What a step takes at the rates of the ring's attention and of the matmuls of a feed-forward layer, measured alone.
+
+    Attention, 2 products forward and 5 backward, runs once; the layers' products run forward once more.
+    """
+    name, _, layers = row["shape"].partition(":")
+    shape, tokens, devices = SHAPES[name], row["length"], row["devices"]
+    _, [attention] = load("metp_attention_4gpus")
+    _, [overlap] = load("metp_overlap_4gpus")
+    longest = max((m for m in overlap["milliseconds"] if m["pass"] == "forward"), key=lambda m: m["tokens"])
+    rate = 4 * longest["tokens"] * 4096 * 16384 / (longest["matmuls"] / 1e3)
+    weights = shape.dim * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.dim * shape.hidden
+    count = int(layers or shape.layers)
+    products = 8 * count * weights + 6 * shape.vocabulary * shape.dim
+    attended = 7 * count * tokens**2 * shape.heads * shape.head_dim
+    return (attended / (attention["ring_tflops_per_gpu"] * 1e12) + tokens * products / rate) / devices
+
+
 def _longest() -> str:
     environment, rows = load("long_context_longest")
     body = [
@@ -119,6 +163,7 @@ def _longest() -> str:
 
 TABLES: Tables = {
     "real": _real,
+    "four": _four,
     "longest": _longest,
     "measured-layer": _measured_layer,
     "measured-stack": _measured_stack,
