@@ -3,7 +3,8 @@
 It runs real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, with the same memory
 per GPU for all. Then it measures tokens per second at the longest length that all but tensor parallelism take; METP runs once as
 in the search, and once as with `experiments/metp.py --spend auto`, which spends the memory that METP leaves. The search starts
-at `--guesses`, so that it tries few lengths, and the parallelisms run side by side.
+at `--guesses`, so that it tries few lengths, and the parallelisms run side by side. With `--once` it takes one step at each of
+these lengths, one after another, and searches for nothing: for so much memory that the longest sequences take minutes.
 
 `--size 8 --dim 32 --heads 8 --layers 1 --memory-gib 0.005 --guesses 8192 --grid 1024 --parallelisms metp` tries it on simulated
 CPU devices.
@@ -47,6 +48,10 @@ class Config:
     """Lengths at which the search starts, one for each parallelism."""
     grid: int = 1024
     """Lengths tried are multiples of it."""
+    once: bool = False
+    """One step at each of the guesses: its bytes as compiled, those that were used, its time."""
+    name: str = "metp_longest"
+    """Of the file of results."""
 
 
 def main(config: Config) -> None:
@@ -63,15 +68,20 @@ def main(config: Config) -> None:
 
     def run(name: str, length: int, **options: object) -> dict:
         case = {**base, "parallelism": name, "length": length, **options}
-        return record.in_fresh_process("benchmarks.metp_longest", case, environ=environ, timeout=150)
+        return record.in_fresh_process("benchmarks.metp_longest", case, environ=environ, timeout=400)
 
     rows: list[dict] = []
 
     def keep(result: dict) -> None:
         rows.append({k: v for k, v in result.items() if k not in (*base, "turn", "length") or k in _KEPT})
         print(json.dumps(rows[-1]), flush=True)
-        record.save("metp_longest", rows)
+        record.save(config.name, rows)
 
+    if config.once:
+        for name, length in zip(config.parallelisms, config.guesses, strict=True):
+            result = run(name, length)
+            keep(result | ({"fails": length} if "error" in result else {}))
+        return
     with ThreadPoolExecutor() as pool:
         for result in pool.map(run, config.parallelisms, config.guesses):
             keep(result)
@@ -110,8 +120,10 @@ def case(case: dict) -> dict:
             fcntl.flock(file, fcntl.LOCK_UN)
             fcntl.flock(file, fcntl.LOCK_EX)
             return result | {"spent": longest.config.spend} | _speed(longest, text)
-    fitting, failing = 0, np.inf
     length = case["length"]
+    if case.get("once"):
+        return result | _once(Trial(config, name, length), text)
+    fitting, failing = 0, np.inf
     while 0 < length < failing and length != fitting:
         if trial(length, 2) is None:
             failing = length
@@ -120,6 +132,16 @@ def case(case: dict) -> dict:
         step = -(-length // (32 * grid)) * grid
         length = length + step if failing == np.inf else fitting or failing - step
     return result | {"longest": fitting, "fails": failing}
+
+
+def _once(trial: Trial, text: np.ndarray) -> dict:
+    """One step, the first: `bytes` as compiled, `peak_bytes` of the allocator, of the GPU that holds most."""
+    state, batch = trial.start(), trial.batch(text, 0)
+    begin = time.perf_counter()
+    jax.block_until_ready(trial.step(state, batch))
+    seconds = time.perf_counter() - begin
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    return {"ran": trial.length, "bytes": trial.bytes, "peak_bytes": max(peaks), "seconds": seconds}
 
 
 def _speed(trial: Trial, text: np.ndarray) -> dict:

@@ -15,7 +15,7 @@ _NAMES = {
 
 
 def memory_table() -> str:
-    files = [load(name) for name in ("metp_memory_2", "metp_memory")]
+    files = [load(name) for name in ("metp_memory_2", "metp_memory_4gpus")]
     layers = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
     body = []
     for size in sorted({size for size, _ in layers}):
@@ -66,25 +66,22 @@ def compiled_table() -> str:
 
 
 def longest_table() -> str:
-    environment, rows = load("metp_longest")
-    searches = {row["parallelism"]: row for row in rows if "longest" in row}
-    speeds = {(row["parallelism"], row["spend"]): row for row in rows if "speed_at" in row}
-    speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
-    most = searches["metp"]["longest"]
-    body = [
-        [
-            _NAMES[name],
-            f"{row['longest']:,}",
-            f"{row['fails']:,}",
-            f"{most / row['longest']:.2f}",
-            speed_of(name, "time"),
-        ]
-        for name, row in searches.items()
-    ]
-    if ("metp", "auto") in speeds:
-        body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", "auto")])
-    header = ["parallelism", "longest sequence", "first that fails", "METP's / this"]
-    header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
+    environment, rows = load("metp_longest_80gb", failed=True)
+    most = next(row["ran"] for row in rows if row["parallelism"] == "metp")
+    body = []
+    for row in rows:
+        ran = "ran" in row
+        body.append(
+            [
+                _NAMES[row["parallelism"]],
+                f"{row['ran']:,}" if ran else f"less than {row['fails']:,}",
+                f"{most / row['ran']:.2f}" if ran else f"more than {most / row['fails']:.2f}",
+                gib(row["bytes"]) if ran else "",
+                gib(row["peak_bytes"]) if ran else "out of memory",
+                f"{row['seconds']:.1f}" if ran else "",
+            ]
+        )
+    header = ["parallelism", "longest sequence", "METP's / this", "GiB as compiled", "GiB used", "s"]
     return table(header, body, [environment], "longest")
 
 
