@@ -6,6 +6,8 @@ Layers are unrolled, or a scan over stacked parameters. State is donated. `--sma
 With `--vocabulary` it is a whole decoder, of which this is the shape of Llama 3 8B, with 8,192 tokens on each device:
 
     python -m benchmarks.jit_mesh --layers 32 --width 4096 --hidden 14336 --vocabulary 128256 --length 8192 --examples 1
+
+With `--ahead 4xH200` steps are planned for GPUs that need not be there, within `--budgets`, and their times are predicted.
 """
 
 import dataclasses
@@ -21,15 +23,17 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # of a GPU's me
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
 from benchmarks import record
 from experiments.models.llama import rotated
+from memjax._commands.devices import described
 
 Policy = Literal["nothing", "attention", "attention and hidden", "products", "plain"]
 
@@ -62,6 +66,8 @@ class Config:
     """Name of the file of results."""
     small: bool = False
     """A small model, for CPUs."""
+    ahead: str = ""
+    """GPUs for which steps are planned and not run."""
 
 
 OPTIMIZER = optax.adamw(1e-4)
@@ -107,7 +113,7 @@ def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     if config.vocabulary:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
         query, key = (rotated(a, positions, 500_000.0) for a in (query, key))
-    kernel: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    kernel: Any = "cudnn" if config.ahead or jax.default_backend() == "gpu" else "xla"
     attended = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
     x = checkpoint_name(x + attended.reshape(x.shape) @ p["out"], "x")
     h = norm(x, p["norm2"])
@@ -173,6 +179,17 @@ def arguments(config: Config, mode: str, mesh: Any) -> tuple[Any, Any, jax.Array
     return params, jax.tree.map(everywhere, OPTIMIZER.init(params)), x
 
 
+def types_of_arguments(config: Config, mode: str, mesh: Any) -> Any:
+    """Their types, split likewise, for devices that need not be there."""
+
+    def placed(path: Any, a: Any) -> jax.ShapeDtypeStruct:
+        stacked = mode == "scan" and any(getattr(key, "key", "") == "layers" for key in path)
+        spec = (P(None, "data") if stacked else P("data")) if a.ndim else P()
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(functools.partial(arguments, config, mode, mesh)))
+
+
 def held(compiled: Any) -> int:
     found = compiled.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -205,6 +222,10 @@ def planned(step: Any, structs: Any, start: Callable[[], Any], config: Config) -
         plan = step.plan(*structs)
         tries = sum(len(part.tries) for part in plan.passes if part)
         row = {"planned_held": plan.nbytes, "tries": tries, "plan_s": round(time.perf_counter() - begun, 1)}
+        if plan.plain_seconds:
+            row["predicted_time"] = round(plan.seconds / plan.plain_seconds, 4)
+        if config.ahead:
+            return row
         print(json.dumps(row), flush=True)
         return row | {f"planned_{name}": value for name, value in timed(step, start, config).items()}
     except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -213,14 +234,16 @@ def planned(step: Any, structs: Any, start: Callable[[], Any], config: Config) -
 
 def rows_of(config: Config, mode: str, mesh: Any) -> Iterator[dict[str, Any]]:
     start = functools.partial(arguments, config, mode, mesh)
-    # Nothing but a step is on the devices while it is compiled or run.
-    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start())
+    if config.ahead:
+        structs = types_of_arguments(config, mode, mesh)
+    else:  # Nothing but a step is on the devices while it is compiled or run.
+        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start())
     shardings = jax.tree.map(lambda a: a.sharding, structs)
     options: dict[str, Any] = {"donate_argnums": (0, 1), "out_shardings": (*shardings[:2], None)}
     plain = functools.partial(layer, config)
     step = step_of(config, mode, mesh, plain)
     same: dict[str, Any] = {"mode": mode, "devices": mesh.size, "tokens": config.examples * config.length}
-    for name in config.policies:
+    for name in () if config.ahead else config.policies:
         f = checkpointed(plain, POLICIES[name])
         begun = time.perf_counter()
         by_hand = jax.jit(step_of(config, mode, mesh, f), **options).lower(*structs).compile()
@@ -256,7 +279,8 @@ def main(config: Config) -> None:
             "vocabulary": min(config.vocabulary, 512),
         }
         config = dataclasses.replace(config, **small, steps=2)
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+    devices = described(config.ahead).devices if config.ahead else jax.devices()
+    mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
     rows: list[dict[str, Any]] = []
     for mode in config.modes:
         for row in rows_of(config, mode, mesh):

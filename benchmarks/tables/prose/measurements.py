@@ -150,12 +150,30 @@ def gradients_of_features() -> str:
     )
 
 
+def predicted_of_mesh() -> str:
+    ahead = {row["budget"]: row["predicted_time"] for row in load("jit_mesh_8b_ahead")[1]}
+    rows = [row for row in load("jit_mesh_8b")[1] if "policy" in row]
+    nothing, attention, products = sorted(rows, key=lambda row: row["held"])
+    of = lambda row: (
+        ahead[f"{row['held']}B"] / ahead[f"{products['held']}B"],
+        row["planned_ms"] / products["planned_ms"],
+    )
+    (first, took), (second, took_too) = of(nothing), of(attention)
+    [unrolled] = load("jit_mesh_8b_ahead_unrolled")[1]
+    plain, planned = load("jit_mesh_8b_unrolled")[1]
+    return (
+        f"the first two plans of the H200's scan were predicted to take {first:.2f} and {second:.2f} of the third one's "
+        f"time, and took {took:.2f} and {took_too:.2f}; the unrolled one {unrolled['predicted_time']:.2f} of plain, and took "
+        f"{planned['planned_ms'] / plain['ms']:.2f}."
+    )
+
+
 SENTENCES: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks/dense-block.md": [gradients_of_features],
     "docs/benchmarks/scan.md": [scan_in_turns, loops, unrolled, chunks],
     "docs/benchmarks/plan.md": [scanned, least_of_unrolled, noise],
     "docs/benchmarks/linear-cross-entropy.md": [gradients_of_head, little_memory],
-    "docs/benchmarks/jit.md": [workspaces, unrolled_ahead],
+    "docs/benchmarks/jit.md": [workspaces, unrolled_ahead, predicted_of_mesh],
     "docs/benchmarks/metp.md": [hidden, attention],
     "docs/benchmarks/long-context.md": [workspace],
 }
