@@ -215,7 +215,7 @@ class Blocks(abc.ABC):
     ) -> tuple[Arrays, Arrays, Arrays]:
         """(carry, ys, kept) after `n` steps. It `writes` outputs into `ys`. With `keeps`, kept is what `back` needs."""
 
-        ordered = self._ordered(n, self.unroll.forward)
+        ordered = self._ordered(n, self.unroll.forward, keeps=keeps)
         # A loop that stacks what its steps keep holds that of one turn twice, so steps of one turn write it themselves.
         in_place = keeps and ordered
         stacks = [zeros(leaf, (n,)) for leaf in self.kept] if in_place else []
@@ -234,7 +234,7 @@ class Blocks(abc.ABC):
 
     def back(self, step: StepBack, kept: Arrays, start: Any, n: int, cotangents: Cotangents) -> Cotangents:
         """Backpropagate through `n` steps whose residuals are kept."""
-        ordered = self._ordered(n, self.unroll.backward)
+        ordered = self._ordered(n, self.unroll.backward, keeps=True)
 
         def body(cotangents, i):
             if ordered:
@@ -243,12 +243,12 @@ class Blocks(abc.ABC):
 
         return self._loop(n, body, cotangents, self.unroll.backward, reverse=True)[0]
 
-    def _ordered(self, n: int, unroll: int | bool) -> bool:
-        """Whether each of `n` steps waits for the one before, within a turn.
+    def _ordered(self, n: int, unroll: int | bool, *, keeps: bool) -> bool:
+        """Whether each of `n` steps waits for the one before, within a turn. `keeps`: they keep residuals, or read them.
 
         In a `shard_map` what depends on the step's number alone waits only for what varies over no axis of the mesh.
         """
-        return self.unroll.ordered and n > 1 and unroll != 1
+        return self.unroll.orders(keeps) and n > 1 and unroll != 1
 
     def _loop(self, n: int, body: Any, state: Any, unroll: int | bool, *, reverse: bool = False) -> tuple[Any, Arrays]:
         if n == 1:  # no loop to set up
@@ -274,7 +274,7 @@ class Execution:
         def body(state, rows):
             carry, slots, ys = state
             block, row, kept_row = rows
-            if n == 1 and blocks.unroll.ordered:
+            if n == 1 and blocks.unroll.orders(kept_row is not None):
                 carry, block = barrier((carry, block))
             if row is not None:
                 slots = store.put_state(slots, row.astype(jnp.int32), carry)

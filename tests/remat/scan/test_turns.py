@@ -13,7 +13,7 @@ from memjax.remat._scan import scan
 from memjax.remat._scan.filling import with_unroll
 from memjax.remat._scan.ways import Way
 
-FAST, ORDERED, LEAN = Unroll(5, 5), Unroll(5, 5, ordered=True), Unroll(5, 1, ordered=True)
+FAST, LITTLE, LEAN = Unroll(5, 5), Unroll(5, 5, "residuals"), Unroll(5, 1, "all")
 SMALL, LARGE = [jnp.zeros(256)], [jax.ShapeDtypeStruct((1 << 22,), jnp.float32)]
 
 
@@ -30,7 +30,7 @@ def loss(params, xs, *, how=jax.lax.scan, **options):
 
 @pytest.mark.filterwarnings("ignore:remat.scan")
 @pytest.mark.parametrize(("length", "budget"), [(4, "min"), (150, 12000), (150, 20000)])
-@pytest.mark.parametrize("turns", [ORDERED, LEAN])
+@pytest.mark.parametrize("turns", [LITTLE, LEAN])
 def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
     monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
     rng = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
 def test_small_steps_are_unrolled_on_gpus(monkeypatch):
     assert unrolls(1, SMALL) == [(ONE, 1.0)]
     monkeypatch.setattr(unroll, "traced_device", lambda: type("Device", (), {"platform": "gpu"}))
-    assert [turns for turns, _ in unrolls(1, SMALL)] == [FAST, ORDERED, LEAN]
+    assert [turns for turns, _ in unrolls(1, SMALL)] == [FAST, LITTLE, LEAN]
     assert [turns for turns, _ in unrolls(1, SMALL, least=True)] == [LEAN]
     for said, step in ((1, LARGE), (3, SMALL), (True, SMALL)):
         assert unrolls(said, step) == [(Unroll(said, said), 1.0)]
@@ -53,12 +53,12 @@ def test_small_steps_are_unrolled_on_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("runs", "chosen", "tried"),
     [
-        ({FAST: 1, ORDERED: 1, LEAN: 1}, FAST, [FAST]),
-        ({FAST: 3, ORDERED: 2, LEAN: 1.9}, FAST, [FAST, ORDERED]),
-        ({FAST: 50, ORDERED: 2, LEAN: 1.9}, ORDERED, [FAST, ORDERED]),
-        ({ORDERED: 9, LEAN: 4}, ORDERED, [FAST, ORDERED]),
-        ({LEAN: 4}, LEAN, [FAST, ORDERED, LEAN]),
-        ({}, None, [FAST, ORDERED, LEAN]),
+        ({FAST: 1, LITTLE: 1, LEAN: 1}, FAST, [FAST]),
+        ({FAST: 3, LITTLE: 2, LEAN: 1.9}, FAST, [FAST, LITTLE]),
+        ({FAST: 50, LITTLE: 2, LEAN: 1.9}, LITTLE, [FAST, LITTLE]),
+        ({LITTLE: 9, LEAN: 4}, LITTLE, [FAST, LITTLE]),
+        ({LEAN: 4}, LEAN, [FAST, LITTLE, LEAN]),
+        ({}, None, [FAST, LITTLE, LEAN]),
     ],
 )
 def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, tried):
@@ -75,7 +75,7 @@ def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, tried):
         return None
 
     seconds = lambda way: 2 + runs[way.unroll]
-    all_turns = [(FAST, 0.65), (ORDERED, 1.0), (LEAN, 1.09)]
+    all_turns = [(FAST, 0.65), (LITTLE, 0.9), (LEAN, 1.09)]
     if chosen is None:
         with pytest.raises(ValueError, match="budget"):
             with_unroll(all_turns, found, seconds, lambda: 3.0)
