@@ -116,23 +116,20 @@ def with_unroll(
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with a plan of the `expected` seconds, which has the whole budget; the last, which takes the least memory,
-    only if no other fits. Then `found` is told to be thorough: it gives a way or raises.
+    would be better with a plan of the `expected` seconds, which has the whole budget. For the last, which takes the least
+    memory, `found` is told to be thorough if no other fits: it gives a way or raises.
     """
     best: tuple[float, Way] | None = None
-    *first, (last, _) = unrolls
-    for unroll, relative in first:
+    for unroll, relative in unrolls:
         if best is not None and best[0] <= relative * expected():
             break
-        if (way := found(unroll, False)) is not None:
+        is_last_resort = best is None and unroll == unrolls[-1][0]
+        if (way := found(unroll, is_last_resort)) is not None:
             score = relative * seconds(way)
             if best is None or score < best[0]:
                 best = score, way
-    if best is not None:
-        return best[1]
-    way = found(last, True)
-    assert way is not None
-    return way
+    assert best is not None
+    return best[1]
 
 
 def _least(least: int, choose: Callable[[int], Way], compiled: Callable[[Way], int | None]) -> tuple[Way, int]:
