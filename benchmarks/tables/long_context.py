@@ -130,7 +130,8 @@ def _four() -> str:
 def _seconds(row: dict) -> float:
     """What a step takes at the rates of the ring's attention and of the matmuls of a feed-forward layer, measured alone.
 
-    Attention, 2 products forward and 5 backward, runs once; the layers' products run forward once more.
+    All inputs of layers are kept, so that layers run forward twice, the last one once: attention has 2 products forward and 5
+    backward.
     """
     name, _, layers = row["shape"].partition(":")
     shape, tokens, devices = SHAPES[name], row["length"], row["devices"]
@@ -140,8 +141,8 @@ def _seconds(row: dict) -> float:
     rate = 4 * longest["tokens"] * 4096 * 16384 / (longest["matmuls"] / 1e3)
     weights = shape.dim * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.dim * shape.hidden
     count = int(layers or shape.layers)
-    products = 8 * count * weights + 6 * shape.vocabulary * shape.dim
-    attended = 7 * count * tokens**2 * shape.heads * shape.head_dim
+    products = (8 * count - 2) * weights + 6 * shape.vocabulary * shape.dim
+    attended = (9 * count - 2) * tokens**2 * shape.heads * shape.head_dim
     return (attended / (attention["ring_tflops_per_gpu"] * 1e12) + tokens * products / rate) / devices
 
 

@@ -1,13 +1,17 @@
 """Sentences on compressed activations."""
 
+import math
 import statistics
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.record import RESULTS, mean_and_error
 from benchmarks.tables.markdown import load
 from benchmarks.tables.prose.rows import Row, by, percent, span
+from memjax.compress import BlockQuantized
 
 _TRAININGS = ("compressed_training", "compressed_training_alexnet", "compressed_training_resnet50")
 _COARSE = "compressed_training_coarse"
@@ -250,16 +254,55 @@ def position_errors() -> str:
     )
 
 
+def resnet_codes() -> str:
+    """ResNet-50's codes: of what batch norms read, and of what the pool and all blocks but the last give."""
+    batch, sides, widths, blocks = 256, (56, 28, 14, 7), (64, 128, 256, 512), (3, 4, 6, 3)
+    shapes = [(batch, 112, 112, 64), (batch, 56, 56, 64)]
+    for i, (side, width, count) in enumerate(zip(sides, widths, blocks, strict=True)):
+        first = side if i == 0 else 2 * side  # a block strides in its second convolution
+        shapes += [(batch, first, first, width), (batch, side, side, 4 * width)]
+        shapes += [(batch, side, side, width)] * (2 * count - 1) + [(batch, side, side, 4 * width)] * 2 * count
+    shapes.pop()
+    values = sum(map(math.prod, shapes))
+    codes = sum(BlockQuantized(8).nbytes(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in shapes)
+    plain = by("compressed_default", "case")["plain"]["temp_mib"]
+    return (
+        f"The codes of {values / 1e9:.1f} billion values, which batch norms read or blocks give, take {codes / 2**20:,.0f} MiB "
+        f"in 8 bits, {percent(codes / 2**20 / plain)} of the temporary bytes without compression."
+    )
+
+
+def repeated_products() -> str:
+    """The share of a Llama 3.2 1B layer's arithmetic that runs again with codes of 4 bits: products of queries and of outputs."""
+    width, hidden, keys, tokens = 2048, 8192, 512, 4096
+    products = 2 * width * (2 * width + 2 * keys + 3 * hidden)  # of a token, forward
+    attention = 2 * tokens * width  # causal: half of two products with all keys
+    again = 2 * width * 2 * width
+    return f"with its scores, and that after attention: {percent(again / (3 * products + 3.5 * attention), 1)} of its arithmetic."
+
+
 SENTENCES: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks/compress.md": [
-        *(paired, within_deviation, plain_runs, coarse, dither, signs, bitmaps, transactional, bits_of_codes, filled),
+        *(
+            resnet_codes,
+            paired,
+            within_deviation,
+            plain_runs,
+            coarse,
+            dither,
+            signs,
+            bitmaps,
+            transactional,
+            bits_of_codes,
+            filled,
+        ),
         lambda: predicted(
             "All {gradients} gradients of the {trainings} trainings with compression have predictions within 20% of "
             "what was measured."
         ),
     ],
     "docs/benchmarks/transformer.md": [
-        *(llama_shares, llama_distance, scanned_plans, small_codes, small_plans, fastest_plans)
+        *(llama_shares, repeated_products, llama_distance, scanned_plans, small_codes, small_plans, fastest_plans)
     ],
     "docs/guides/compress.md": [
         *(llama_codes, resnet_codecs, position_errors),
