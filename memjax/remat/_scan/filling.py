@@ -32,6 +32,7 @@ from memjax.remat._scan.ways import Way
 _MOST_TRIES = 5
 _FULL = 0.95  # of the budget
 _A_LITTLE_LESS = 0.93
+_HOPE = 1.1  # times what the next turns would take with the whole budget: plans that take longer are not tried
 _ABOUT = 1.02  # times the fewest bytes: no more than that is taken in order to be faster
 _MOST_RUNS = 10  # of a step, forwards: more is said
 _MOST_KNOWN = 256
@@ -46,7 +47,7 @@ def filling(
     compiled: Callable[[Way], int | None],
     outputs: int,
     *,
-    thorough: bool = True,
+    worth: Callable[[Way], bool] | None = None,
 ) -> Way | None:
     """Returns the fastest plan found for which the compiled scan and its gradient take no more than `budget`.
 
@@ -56,7 +57,8 @@ def filling(
       choose: from bytes by the model to a way.
       compiled: from a way to its compiled bytes, or None if these cannot be known: then the model decides.
       outputs: bytes of the outputs and their gradients.
-      thorough: look for the plan of the fewest bytes where no other fits. Otherwise the result is None there.
+      worth: whether a way is worth a compilation; where one is not, the search ends, and the result may be None. Without it
+        the plan of the fewest bytes is looked for where no other fits.
 
     Raises:
       ValueError: not even the plan of the fewest bytes fits.
@@ -73,9 +75,11 @@ def filling(
         way = choose(room)
         is_new = way not in tried
         if is_new:
+            if worth is not None and not worth(way):
+                break
             taken = compiled(way)
             if taken is None:  # what takes more memory is not tried without knowing how much
-                return way if thorough else None
+                return way if worth is None else None
             tried[way] = taken
         taken = tried[way]
         if taken <= budget:
@@ -86,6 +90,8 @@ def filling(
             high = room
         # The model's error is nearly the same for all plans, so correct `room` by it.
         room += budget - taken
+        if room < least and worth is not None and not low:  # a plan that would fit is not known to be worth it
+            break
         if not is_new or room <= low or (high and room >= high):
             # At first a little less than does not fit, lest much of the budget be left.
             middle = math.isqrt(high * max(low, least))
@@ -94,7 +100,7 @@ def filling(
             if low or high == least:
                 break
             room = least
-    if fits is not None or not thorough:
+    if fits is not None or worth is not None:
         return fits
     way, taken = _least(least, choose, compiled)
     if taken <= budget:
@@ -109,22 +115,26 @@ def filling(
 
 def with_unroll(
     unrolls: Sequence[tuple[Unroll, float]],
-    found: Callable[[Unroll, bool], Way | None],
+    found: Callable[[Unroll, Callable[[Way], bool] | None], Way | None],
     seconds: Callable[[Way], float],
     expected: Callable[[], float],
 ) -> Way:
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with a plan of the `expected` seconds, which has the whole budget. For the last, which takes the least
-    memory, `found` is told to be thorough if no other fits: it gives a way or raises.
+    would be better with a plan of the `expected` seconds, which has the whole budget, and a plan that takes much longer than
+    that is not worth a compilation. The last, which takes the least memory, has to be found if no other fits.
     """
     best: tuple[float, Way] | None = None
-    for unroll, relative in unrolls:
+    for i, (unroll, relative) in enumerate(unrolls):
         if best is not None and best[0] <= relative * expected():
             break
-        is_last_resort = best is None and unroll == unrolls[-1][0]
-        if (way := found(unroll, is_last_resort)) is not None:
+        limit = math.inf if best is None else best[0]
+        if i + 1 < len(unrolls):
+            limit = min(limit, _HOPE * unrolls[i + 1][1] * expected())
+        most = limit / relative
+        worth = None if most == math.inf else lambda way, most=most: seconds(way) < most
+        if (way := found(unroll, worth)) is not None:
             score = relative * seconds(way)
             if best is None or score < best[0]:
                 best = score, way

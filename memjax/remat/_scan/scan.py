@@ -163,14 +163,14 @@ def scan(
         assert budget is not None
         ways, outputs = Ways(backward, costs), output_bytes(length, backward)
 
-        def found(unroll: Unroll, thorough: bool) -> Way | None:
+        def found(unroll: Unroll, worth: Callable[[Way], bool] | None) -> Way | None:
             return filling(
                 budget,
                 ways.least(length),
                 lambda room: ways.fastest(length, room)._replace(unroll=unroll),
                 lambda way: compiled_bytes(way, init_leaves, xs_leaves, reverse),
                 outputs,
-                thorough=thorough,
+                worth=worth,
             )
 
         room = max(budget - outputs if isinstance(budget, int) else 0, ways.least(length))
