@@ -32,7 +32,7 @@ from memjax.remat._scan.ways import Way
 _MOST_TRIES = 5
 _FULL = 0.95  # of the budget
 _A_LITTLE_LESS = 0.93
-_HOPE = 1.1  # times what the next turns would take with the whole budget: plans that take longer are not tried
+_HOPE = 1.1  # times what the leanest turns would take with the whole budget: plans that take longer are not tried
 _ABOUT = 1.02  # times the fewest bytes: no more than that is taken in order to be faster
 _MOST_RUNS = 10  # of a step, forwards: more is said
 _MOST_KNOWN = 256
@@ -90,8 +90,9 @@ def filling(
             high = room
         # The model's error is nearly the same for all plans, so correct `room` by it.
         room += budget - taken
-        if room < least and worth is not None and not low:  # a plan that would fit is not known to be worth it
-            break
+        if room < least and worth is not None and not low and high != least:
+            room = least  # by the model nothing fits: see whether the least is worth a compilation
+            continue
         if not is_new or room <= low or (high and room >= high):
             # At first a little less than does not fit, lest much of the budget be left.
             middle = math.isqrt(high * max(low, least))
@@ -122,18 +123,19 @@ def with_unroll(
     """The best of the ways that are `found` for each of `unrolls`, which comes with how long a step then takes.
 
     Those that make steps fast leave less of the budget for the plan, which runs more steps then. The next is tried only if it
-    would be better with a plan of the `expected` seconds, which has the whole budget, and a plan that takes much longer than
-    that is not worth a compilation. The last, which takes the least memory, has to be found if no other fits.
+    would be better with a plan of the `expected` seconds, which has the whole budget. A plan is not worth a compilation that
+    takes longer than the best so far, or much longer than the last turns would take with such a plan. The last, which take the
+    least memory, have to be found if no others fit.
     """
     best: tuple[float, Way] | None = None
-    for i, (unroll, relative) in enumerate(unrolls):
+    *_, (last, slowest) = unrolls
+    for unroll, relative in unrolls:
         if best is not None and best[0] <= relative * expected():
             break
-        limit = math.inf if best is None else best[0]
-        if i + 1 < len(unrolls):
-            limit = min(limit, _HOPE * unrolls[i + 1][1] * expected())
-        most = limit / relative
-        worth = None if most == math.inf else lambda way, most=most: seconds(way) < most
+        worth = None
+        if best is not None or unroll != last:
+            most = min(math.inf if best is None else best[0], _HOPE * slowest * expected()) / relative
+            worth = lambda way, most=most: seconds(way) < most
         if (way := found(unroll, worth)) is not None:
             score = relative * seconds(way)
             if best is None or score < best[0]:

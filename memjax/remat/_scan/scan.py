@@ -175,7 +175,7 @@ def scan(
 
         room = max(budget - outputs if isinstance(budget, int) else 0, ways.least(length))
         turns = unrolls(unroll, [*step.consts, *step.carry, *step.x, *backward.kept], least=budget == "min")
-        expected = lambda: ways.seconds(ways.fastest(length, room))
+        expected = functools.cache(lambda: ways.seconds(ways.fastest(length, room)))
         return said(with_unroll(turns, found, ways.seconds, expected))
 
     run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)

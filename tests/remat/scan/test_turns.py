@@ -10,10 +10,10 @@ from memjax._plan.schedule import unroll
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.schedule.unroll import ONE, Unroll, unrolls
 from memjax.remat._scan import scan
-from memjax.remat._scan.filling import with_unroll
+from memjax.remat._scan.filling import filling, with_unroll
 from memjax.remat._scan.ways import Way
 
-FAST, LITTLE, LEAN = Unroll(5, 5), Unroll(5, 5, "residuals"), Unroll(5, 1, "all")
+FAST, IN_ORDER, LEAN = Unroll(5, 5), Unroll(5, 5, "residuals"), Unroll(5, 1, "all")
 SMALL, LARGE = [jnp.zeros(256)], [jax.ShapeDtypeStruct((1 << 22,), jnp.float32)]
 
 
@@ -30,7 +30,7 @@ def loss(params, xs, *, how=jax.lax.scan, **options):
 
 @pytest.mark.filterwarnings("ignore:remat.scan")
 @pytest.mark.parametrize(("length", "budget"), [(4, "min"), (150, 12000), (150, 20000)])
-@pytest.mark.parametrize("turns", [LITTLE, LEAN])
+@pytest.mark.parametrize("turns", [IN_ORDER, LEAN])
 def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
     monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
     rng = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
 def test_small_steps_are_unrolled_on_gpus(monkeypatch):
     assert unrolls(1, SMALL) == [(ONE, 1.0)]
     monkeypatch.setattr(unroll, "traced_device", lambda: type("Device", (), {"platform": "gpu"}))
-    assert [turns for turns, _ in unrolls(1, SMALL)] == [FAST, LITTLE, LEAN]
+    assert [turns for turns, _ in unrolls(1, SMALL)] == [FAST, IN_ORDER, LEAN]
     assert [turns for turns, _ in unrolls(1, SMALL, least=True)] == [LEAN]
     for said, step in ((1, LARGE), (3, SMALL), (True, SMALL)):
         assert unrolls(said, step) == [(Unroll(said, said), 1.0)]
@@ -53,24 +53,22 @@ def test_small_steps_are_unrolled_on_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("runs", "chosen", "compiled"),
     [
-        ({FAST: 1, LITTLE: 1, LEAN: 1}, FAST, [FAST]),
-        ({FAST: 2.5, LITTLE: 2, LEAN: 1.9}, FAST, [FAST]),
-        ({FAST: 2.5, LITTLE: 1.2, LEAN: 1.9}, LITTLE, [FAST, LITTLE]),
-        ({FAST: 9, LITTLE: 1.5, LEAN: 1}, LITTLE, [LITTLE]),
-        ({LITTLE: 1.9, LEAN: 2}, LITTLE, [FAST, LITTLE]),
-        ({LITTLE: 1.9, LEAN: 1.1}, LEAN, [FAST, LITTLE, LEAN]),
-        ({FAST: 9, LITTLE: 9, LEAN: 2}, LEAN, [LEAN]),
-        ({FAST: 9, LITTLE: 9, LEAN: 99}, LEAN, [LEAN]),
-        ({}, None, [FAST, LITTLE, LEAN]),
+        ({FAST: 1, IN_ORDER: 1, LEAN: 1}, FAST, [FAST]),
+        ({FAST: 2.5, IN_ORDER: 2, LEAN: 1.9}, FAST, [FAST]),
+        ({FAST: 2.5, IN_ORDER: 1.2, LEAN: 1.9}, IN_ORDER, [FAST, IN_ORDER]),
+        ({FAST: 9, IN_ORDER: 1.5, LEAN: 1}, IN_ORDER, [IN_ORDER]),
+        ({IN_ORDER: 1.9, LEAN: 2}, IN_ORDER, [FAST, IN_ORDER]),
+        ({IN_ORDER: 1.9, LEAN: 1.1}, LEAN, [FAST, IN_ORDER, LEAN]),
+        ({FAST: 9, IN_ORDER: 9, LEAN: 2}, LEAN, [LEAN]),
+        ({}, None, [FAST, IN_ORDER, LEAN]),
     ],
 )
 def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, compiled):
     """A plan fits with fast turns, but runs steps so often that slower turns and a better plan take less time. Plans that are
     too slow are not compiled."""
-    seen, tried = [], []
+    seen = []
 
     def found(turns, worth):
-        tried.append(turns)
         way = Way(None, LoopPlan(10, 1, 1), turns)
         if worth is not None and turns in runs and not worth(way):
             return None
@@ -82,11 +80,39 @@ def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, compiled):
         return None
 
     seconds = lambda way: 2 + runs[way.unroll]
-    all_turns = [(FAST, 0.65), (LITTLE, 0.9), (LEAN, 1.09)]
+    all_turns = [(FAST, 0.55), (IN_ORDER, 0.77), (LEAN, 0.93)]
     if chosen is None:
         with pytest.raises(ValueError, match="budget"):
             with_unroll(all_turns, found, seconds, lambda: 3.0)
     else:
         assert with_unroll(all_turns, found, seconds, lambda: 3.0).unroll == chosen
     assert seen == compiled
-    assert tried == [FAST, LITTLE, LEAN][: len(tried)]
+
+
+def test_steps_without_residuals_wait_only_where_all_do(monkeypatch):
+    def barriers(turns):
+        monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
+        budgeted = lambda params, xs: loss(params, xs, how=remat.scan, budget=12000)
+        return str(jax.make_jaxpr(jax.grad(budgeted))(jnp.ones((3, 3)), jnp.ones((150, 2, 3)))).count(
+            "optimization_barrier"
+        )
+
+    none, residuals, every = (barriers(Unroll(5, 5, which)) for which in ("none", "residuals", "all"))
+    assert none < residuals < every
+
+
+def found_by_filling(worth, compiled=lambda way: 2 * way.plan.tail):
+    """A plan's bytes by the model are its tail, half of what it takes; and the tails that were compiled."""
+    tried = []
+    choose = lambda room: Way(None, LoopPlan(1000, 1, room), ONE)
+    way = filling(400, 100, choose, lambda way: tried.append(way.plan.tail) or compiled(way), 0, worth=worth)
+    return way and way.plan.tail, tried
+
+
+def test_plans_that_are_not_worth_it_are_not_compiled():
+    assert 150 <= found_by_filling(None)[0] <= 200
+    assert found_by_filling(lambda way: True)[0] >= 100
+    assert found_by_filling(lambda way: way.plan.tail > 100) == (None, [400])
+    assert found_by_filling(lambda way: way.plan.tail > 500) == (None, [])
+    assert found_by_filling(lambda way: True, lambda way: None) == (None, [400])
+    assert found_by_filling(None, lambda way: None) == (400, [400])
