@@ -80,7 +80,7 @@ def main(config: Config) -> None:
     if config.once:
         for name, length in zip(config.parallelisms, config.guesses, strict=True):
             result = run(name, length)
-            keep(result | ({"fails": length} if "error" in result else {}))
+            keep(result | ({"fails": length} if "RESOURCE_EXHAUSTED" in result.get("error", "") else {}))
         return
     with ThreadPoolExecutor() as pool:
         for result in pool.map(run, config.parallelisms, config.guesses):

@@ -1,8 +1,8 @@
 """Embedding, head and cross-entropy with a table whose entries are split over GPUs, in PyTorch: a process for each GPU.
 
-`python -m benchmarks.mesh --tools vocabulary` runs it. As in Megatron a GPU makes the logits of its own entries, and all sum
-what they know of the others'. The loss is plain PyTorch, or Liger's kernel for vocabularies in parallel where it is installed.
-Liger's fused kernel for several GPUs sums by multicast over NVLink, and comes in a package of its own; it is not here.
+`python -m benchmarks.mesh --tools vocabulary` runs it. A GPU makes the logits of its own entries, and all add up sums of
+exponentials and the labels' logits. The loss is plain PyTorch, or Liger's kernel for vocabularies in parallel, where it is
+installed. Liger's fused kernel for several GPUs sums by multicast over NVLink, and comes in a package of its own; it is not here.
 Memory is the peak above inputs and gradients.
 """
 

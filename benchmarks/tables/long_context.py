@@ -105,7 +105,9 @@ def _real() -> str:
 def _four() -> str:
     """Over a ring of four GPUs, beside what was predicted."""
     environment, rows = load("long_context_real_4")
-    _, ahead = load("long_context_compiled_ring_4")
+    compiled, ahead = load("long_context_compiled_ring_4")
+    rates = [load(f"metp_{kind}_4gpus")[0] for kind in ("attention", "overlap")]
+    sources = [environment, {**compiled, "accelerator": "No GPU"}, *rates]
     predicted = {(row["shape"], row["tokens"]): row for row in ahead}
     body = []
     for row in rows:
@@ -124,7 +126,7 @@ def _four() -> str:
             ]
         )
     header = ["shape", "recipe", "tokens", "GiB of a GPU, predicted", "used", "seconds, predicted", "taken", "loss"]
-    return table(header, body, [environment], "four")
+    return table(header, body, sources, "four")
 
 
 def _seconds(row: dict) -> float:

@@ -81,7 +81,7 @@ def longest_table() -> str:
                 f"{row['seconds']:.1f}" if ran else "",
             ]
         )
-    header = ["parallelism", "longest sequence", "METP's / this", "GiB as compiled", "GiB used", "s"]
+    header = ["parallelism", "sequence", "METP's / this", "GiB as compiled", "GiB used", "s"]
     return table(header, body, [environment], "longest")
 
 

@@ -278,7 +278,7 @@ def repeated_products() -> str:
     products = 2 * width * (2 * width + 2 * keys + 3 * hidden)  # of a token, forward
     attention = 2 * tokens * width  # causal: half of two products with all keys
     again = 2 * width * 2 * width
-    return f"with its scores, and that after attention: {percent(again / (3 * products + 3.5 * attention), 1)} of its arithmetic."
+    return f"by count {percent(again / (3 * products + 3.5 * attention), 1)} of its arithmetic."
 
 
 SENTENCES: dict[str, list[Callable[[], str]]] = {
