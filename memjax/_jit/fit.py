@@ -255,14 +255,14 @@ class Fit:
         return self._plan(budget, now.nbytes), now.program
 
     def least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
-        """A plan for the least memory, or the step with its passes as they are if that takes less.
+        """A plan for the least memory, or the step with its passes as they are if that takes no more.
 
         Where parameters outweigh what is kept between the passes, computing again can take more than it gives back.
         """
         if self.predicted_plain > _CERTAINLY * plan.nbytes:
             return plan, program
         nbytes = self.plain.nbytes
-        if nbytes >= plan.nbytes:
+        if nbytes > plan.nbytes:
             return dataclasses.replace(plan, plain_nbytes=nbytes), program
         self._acting = {}
         return self._plan(min(plan.budget, nbytes), nbytes), self.plain.program

@@ -94,7 +94,7 @@ def _fit_whose_plans_compile_to(nbytes):
 def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
     """However little its passes are predicted to take."""
     nbytes = 2**20
-    fit = _fit_that_compiles_to(lambda count: nbytes)
+    fit = _fit_whose_plans_compile_to(lambda acting: nbytes if acting else nbytes + 1)
     with pytest.raises(DoesNotFitError) as error:
         fit.within(nbytes - 1)
     assert [one.compiled_nbytes for one in error.value.plan.passes] == [nbytes, nbytes]
