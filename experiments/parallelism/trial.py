@@ -93,7 +93,8 @@ class Trial:
         return devices.step_bytes(self._step)
 
     def start(self) -> TrainState:
-        return self._make()
+        """The first state, complete: simulated devices could wait for ever in the collectives of two programs at once."""
+        return jax.block_until_ready(self._make())
 
     def batch(self, text: np.ndarray, step: int) -> dict[str, jax.Array]:
         """Windows cut at random, the same on every host, each of which takes its part."""
