@@ -51,7 +51,7 @@ class Config:
     once: bool = False
     """One step at each of the guesses: its bytes as compiled, those that were used, its time."""
     name: str = "metp_longest"
-    """Of the file of results."""
+    """Name of the file of results."""
 
 
 def main(config: Config) -> None:

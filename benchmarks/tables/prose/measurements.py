@@ -148,20 +148,18 @@ def gradients_of_features() -> str:
 
 
 def predicted_of_mesh() -> str:
-    ahead = {row["budget"]: row["predicted_time"] for row in load("jit_mesh_8b_ahead")[1]}
+    ahead = {row["budget"]: row for row in load("jit_mesh_8b_ahead")[1]}
     rows = [row for row in load("jit_mesh_8b")[1] if "policy" in row]
     nothing, attention, products = sorted(rows, key=lambda row: row["held"])
     of = lambda row: (
-        ahead[f"{row['held']}B"] / ahead[f"{products['held']}B"],
+        ahead[f"{row['held']}B"]["predicted_time"] / ahead[f"{products['held']}B"]["predicted_time"],
         row["planned_ms"] / products["planned_ms"],
     )
     (first, took), (second, took_too) = of(nothing), of(attention)
     [unrolled] = load("jit_mesh_8b_ahead_unrolled")[1]
     plain, planned = load("jit_mesh_8b_unrolled")[1]
-    held = {row["budget"]: row["planned_held"] for row in load("jit_mesh_8b_ahead")[1]}
-    off = [held[f"{row['held']}B"] / row["planned_held"] - 1 for row in rows] + [
-        unrolled["planned_held"] / planned["planned_held"] - 1
-    ]
+    pairs = [(ahead[f"{row['held']}B"], row) for row in rows] + [(unrolled, planned)]
+    off = [one["planned_held"] / ran["planned_held"] - 1 for one, ran in pairs]
     return (
         f"the plans for the budgets of the H200's scan hold from {percent(-min(off))} less to {percent(max(off))} more than "
         f"those that ran. The first two were predicted to take {first:.2f} and {second:.2f} of the third one's time, and took "
