@@ -17,7 +17,6 @@ NOT_MEASURED: dict[str, list[str]] = {
         "the arrays of a feed-forward layer take 3.5 GiB each.",  # 131,072 x 14,336 in bfloat16
     ],
     "docs/benchmarks/metp.md": ["80 GB of each.", "More than 100% says"],
-    "docs/benchmarks/scan.md": ["The row of 4.7 MiB is of a run"],
     "docs/benchmarks/plan.md": ["plans get 1.2 times the bytes of that.", "takes over 1.03 of its time."],
     "docs/gallery.md": ["The budget was 50% or 70% of the step's"],
     "docs/guides/adaptive.md": ["`sigma` (0.01)", "`coarsest` (1.0)"],
