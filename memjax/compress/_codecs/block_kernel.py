@@ -4,6 +4,7 @@ XLA reads it once for each. Here a program has some channels of one block in its
 not find room once more, from the cache.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,18 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from memjax.compress._codecs import kernels
-from memjax.compress._codecs.bits import WIDTHS, paired, unpaired
+from memjax.compress._codecs.bits import as_pairs, paired, unpaired
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 _CHANNELS = 64  # of a program: 128 bytes of a row
 _FEWEST_ROWS, _MOST_ROWS = 32, 2**12  # of a block, which one program encodes
 _FEWEST = 2**16  # values of an array for which the kernel pays
-_ROWS = 256  # that a program has in its registers
-_VALUES_OF_A_WARP = 2**12  # many of a channel for each thread, which computes the channel's ranges by itself
-_INTEGERS = 1.5 * 2.0**23  # floats around it are integers, whose last digits count them
+_ROWS_OF_A_WARP = 4  # that it reads at a time: eight channels a thread
+_HELD = 16  # of these reads, whose values stay in registers
+_MOST_WARPS = 4  # of a program
+_IN_BYTES = 1.5 * 2.0**15  # floats around it are multiples of 1 / 256: integers, and below these a byte
 
 
 def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
@@ -35,13 +37,20 @@ def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
 
 
 class End(NamedTuple):
-    """An end of a range: of two values, and of all along an axis."""
+    """An end of a range: of two values, as an instruction and as what stands for it, and of all along an axis.
 
-    of_two: Callable[[Array, Array], Array]
+    An instruction, and what stands for it, takes a NaN for the largest.
+    """
+
+    instruction: str
+    interpreted: Callable[[Array, Array], Array]
     of_all: Callable[..., Array]
 
+    def of_two(self, x: Array, y: Array, *, interpret: bool) -> Array:
+        return self.interpreted(x, y) if interpret else kernels.of_two(self.instruction, x, y)
 
-LEAST, LARGEST = End(jnp.minimum, jnp.min), End(jnp.maximum, jnp.max)
+
+LEAST, LARGEST = End("min", jnp.minimum, jnp.min), End("max.NaN", jnp.maximum, jnp.max)
 
 
 def inverse(x: Array, *, interpret: bool) -> Array:
@@ -49,24 +58,33 @@ def inverse(x: Array, *, interpret: bool) -> Array:
     return 1 / x if interpret else kernels.reciprocal(x)
 
 
-def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
-    """`x * factor + shift`, which is from 0 to 255, rounded to an integer in the lowest bits of an int32.
+def widened(x: Array, *, interpret: bool) -> Array:
+    return x.astype(jnp.float32) if interpret else kernels.widened(x)
 
-    Adding 1.5 * 2^23 puts the integer into the lowest bits of the float. A conversion to an integer would take as long as
-    eight other instructions.
-    """
+
+# Levels are the second byte of an int32: what a multiplication and an addition leave in the digits of a float, of which the
+# lowest eight stand for less than 1. A conversion to an integer would take as long as eight other instructions.
+
+
+def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
+    """`x * factor + shift`, which is from 0 to 255, rounded to the nearest integer, or nearly: up to 1 / 512 is lost."""
     multiply_add = kernels.interpreted if interpret else kernels.nearest
-    return lax.bitcast_convert_type(multiply_add(x.astype(jnp.float32), factor, shift) + _INTEGERS, jnp.int32)
+    return lax.bitcast_convert_type(
+        multiply_add(widened(x, interpret=interpret), factor, shift + (0.5 + _IN_BYTES)), jnp.int32
+    )
 
 
 def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
     """`x * factor`, from 0 to 255, as the next integer that is not below: at least 1 where x is positive, 0 elsewhere."""
-    finite = jnp.minimum(x, jnp.array(jnp.finfo(x.dtype).max, x.dtype))
-    x = jnp.where(x > 0, finite, jnp.zeros((), x.dtype)).astype(jnp.float32)  # a NaN is not positive
+    finite, zero = jnp.array(jnp.finfo(x.dtype).max, x.dtype), jnp.zeros((), x.dtype)
     if interpret:
-        above = jnp.where(x > 0, jnp.clip(jnp.ceil(x * factor), 1, 255), 0)
-        return lax.bitcast_convert_type(above + _INTEGERS, jnp.int32)
-    return lax.bitcast_convert_type(kernels.upwards(x, factor, jnp.float32(_INTEGERS)), jnp.int32)
+        x = jnp.where(x > 0, jnp.minimum(x, finite), zero).astype(jnp.float32)
+        return jnp.where(x > 0, jnp.clip(jnp.ceil(x * factor), 1, 255), 0).astype(jnp.int32) << 8
+    # Without ".NaN" these take the other one of a NaN and a number.
+    x = kernels.of_two("min", kernels.of_two("max", x, zero), finite)
+    return lax.bitcast_convert_type(
+        kernels.upwards(kernels.widened(x), factor, jnp.float32(_IN_BYTES + 255 / 256)), jnp.int32
+    )
 
 
 def encode(
@@ -88,11 +106,14 @@ def encode(
     Args:
       ranges: from the ends of each channel, float32, 1 x channels, to the ranges and to what `levels` gets, numbers for each
         channel, too. If a value is NaN, the largest is infinity.
-      levels: from values, in the array's dtype, and these numbers to levels, int32, in the lowest bits.
+      levels: from values, in the array's dtype, and these numbers to levels, the second bytes of int32.
     """
     blocks, length, channels = x.shape
-    rows = min(_ROWS, pl.next_power_of_2(length))
-    passes = pl.cdiv(length, rows)
+    # As few warps as have room for a block: the fewer, the less is passed between them.
+    warps = next(n for n in (1, 2, _MOST_WARPS) if n == _MOST_WARPS or length <= _HELD * n * _ROWS_OF_A_WARP)
+    rows = warps * _ROWS_OF_A_WARP
+    reads = pl.cdiv(length, rows)
+    held = min(reads, _HELD)
     row_of_ends = jax.ShapeDtypeStruct((1, _CHANNELS), jnp.float32)
     count = len(jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0])
 
@@ -101,44 +122,47 @@ def encode(
             # Rows beyond the block are its last row once more, which changes no range, and is written as it is.
             return jnp.minimum(i * rows + lax.iota(jnp.int32, rows), length - 1)
 
-        def without_nan(values: Array) -> Array:  # which a maximum loses
+        def look(found: Sequence[Array], values: Array) -> list[Array]:
+            return [end.of_two(one, values, interpret=interpret) for end, one in zip(ends, found, strict=True)]
+
+        def without_nan(values: Array) -> Array:  # which a maximum along an axis loses
             return jnp.where(values != values, jnp.array(jnp.inf, values.dtype), values)
 
-        def sums(i: Any, values: Array) -> list[Array]:  # last: with them between, it would take more registers
+        def write(i: Any, values: Array, totals: Sequence[Array]) -> list[Array]:
+            level = levels(values, *used)
+            level_ref[place(i), :] = packed(level, bits, interpret=interpret).astype(level_ref.dtype)
             if not with_sums:
                 return []
-            if length % rows:
-                is_first = i * rows + lax.broadcasted_iota(jnp.int32, values.shape, 0) < length
-                values = jnp.where(is_first, values, jnp.zeros((), values.dtype))
-            values = values.astype(jnp.float32)
-            return [jnp.sum(power, 0, keepdims=True) for power in (values, values * values)]
+            wide = widened(values, interpret=interpret)
+            if length % rows and (not isinstance(i, int) or i == reads - 1):
+                wide = jnp.where(i * rows + lax.broadcasted_iota(jnp.int32, wide.shape, 0) < length, wide, 0.0)
+            multiply_add = kernels.interpreted if interpret else kernels.nearest
+            return [totals[0] + wide, multiply_add(wide, wide, totals[1])]
 
-        def look(i: Any, found: Sequence[Array]) -> list[Array]:
-            values = without_nan(x_ref[place(i), :])
-            return [end.of_two(one, values) for end, one in zip(ends, found, strict=True)]
-
-        def write(i: Any, totals: Sequence[Array]) -> list[Array]:
-            values = x_ref[place(i), :] if passes > 1 else first
-            level = levels(values, *used)
-            level_ref[place(i), :] = paired(level, bits).astype(level_ref.dtype)
-            return [total + more for total, more in zip(totals, sums(i, values), strict=True)]
-
-        first = x_ref[place(0), :]
-        found = lax.fori_loop(1, passes, look, [without_nan(first)] * len(ends))
+        first = [x_ref[place(i), :] for i in range(held)]
+        found = functools.reduce(look, first[1:], [first[0]] * len(ends))
+        found = lax.fori_loop(held, reads, lambda i, found: look(found, x_ref[place(i), :]), found)
         stored, used = ranges(
-            *(end.of_all(one, 0, keepdims=True).astype(jnp.float32) for end, one in zip(ends, found, strict=True))
+            *(
+                end.of_all(without_nan(one), 0, keepdims=True).astype(jnp.float32)
+                for end, one in zip(ends, found, strict=True)
+            )
         )
         for ref, one in zip(refs[:count], stored, strict=True):
             ref[:] = one[0]
-        totals = [jnp.zeros((1, _CHANNELS), jnp.float32)] * 2 * with_sums
-        for power, total in enumerate(lax.fori_loop(0, passes, write, totals)):
-            refs[count][power, :] = total[0]
+        totals = [jnp.zeros((rows, _CHANNELS), jnp.float32)] * 2 * with_sums
+        for i, values in enumerate(first):
+            totals = write(i, values, totals)
+        totals = lax.fori_loop(held, reads, lambda i, totals: write(i, x_ref[place(i), :], totals), totals)
+        for power, total in enumerate(totals):
+            refs[count][power, :] = jnp.sum(total, 0)
 
     # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
-    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // 2), WIDTHS[bits].pair)]
+    in_bytes = 8 // bits  # levels
+    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // in_bytes), jnp.uint8)]
     outs += [((blocks, channels), jnp.float32)] * count
-    out_specs = [tile(_CHANNELS // 2), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
+    out_specs = [tile(_CHANNELS // in_bytes), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
     if with_sums:
         outs.append(((blocks, 2, channels), jnp.float32))
         out_specs.append(pl.BlockSpec((None, 2, _CHANNELS), lambda j, i: (i, 0, j)))
@@ -149,10 +173,18 @@ def encode(
         grid=(channels // _CHANNELS, blocks),
         in_specs=[tile(_CHANNELS)],
         out_specs=out_specs,
-        warps=max(1, rows * _CHANNELS // _VALUES_OF_A_WARP),
+        warps=warps,
         interpret=interpret,
     )
+    level = level if bits == 4 else as_pairs(level, bits)
     return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None
+
+
+def packed(levels: Int[Array, "rows channels"], bits: int, *, interpret: bool) -> Array:
+    """The second bytes, or for 4 bits pairs of the lower halves of these."""
+    if bits == 4:
+        return paired(levels >> 8, bits)
+    return (levels >> 8) & 0xFF if interpret else kernels.second_bytes(levels)
 
 
 # A kernel for NVIDIA GPUs that decodes blocks for operations that read their operands from memory, such as convolutions.

@@ -262,7 +262,7 @@ class BlockQuantized(OfBlocks):
 
     def levels_in_kernel(self, interpret: bool, values: Array, one: Array, other: Array) -> Array:
         if values.dtype == jnp.float32:
-            return self.levels(values, one, other).astype(jnp.int32)
+            return self.levels(values, one, other).astype(jnp.int32) << 8
         return block_kernel.rounded(values, one, other, interpret=interpret)
 
 
@@ -316,7 +316,7 @@ class RectifiedBlocks(OfBlocks):
         return (jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance).astype(dtype)
 
     def ranges_in_kernel(self, dtype: Any, interpret: bool, largest: Array) -> Any:
-        distance = self._distance(jnp.maximum(largest, 0), dtype)
+        distance = self._distance(jnp.where(largest < 0, 0, largest), dtype)
         # A little less than the inverse, so that the largest value gets the last level.
         factor = block_kernel.inverse(distance, interpret=interpret) * (1 - 2.0**-21)
         return (distance,), (jnp.where(distance > 0, factor, _TINY),)

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.compat import varying_like
@@ -81,17 +82,44 @@ def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
 
 
+def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The smaller ("min") or the larger ("max") of two numbers, the other one if one is a NaN; with ".NaN" that."""
+    kind, pack = {"bfloat16": ("bf16x2", 2), "float16": ("f16x2", 2), "float32": ("f32", 1)}[x.dtype.name]
+    registers = "=r,r,r" if pack == 2 else "=f,f,f"
+    return instruction(
+        f"{operation}.{kind} $0, $1, $2;", registers, *jnp.broadcast_arrays(x, y), dtype=x.dtype, pack=pack
+    )
+
+
+def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Values as float32; of a multiple of two in each thread."""
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    # The compiler takes apart what two values share first, which is one instruction more.
+    code = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return lax.bitcast_convert_type(instruction(code, "=r,=r,r", x, pack=2), jnp.float32)
+
+
+def second_bytes(x: Int[Array, "..."]) -> UInt8[Array, "..."]:
+    """The second lowest byte of each number; of a multiple of four numbers in each thread."""
+    code = (
+        "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0051; prmt.b32 high, $3, $4, 0x0051; "
+        "prmt.b32 $0, low, high, 0x5410; }"
+    )
+    return instruction(code, "=r,r,r,r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8)
+
+
 def _multiply_add(rounding: str, *args: Array) -> Array:
     code = f"fma.{rounding}.f32 $0, $1, $2, $3;"
     return instruction(code, "=f,f,f,f", *jnp.broadcast_arrays(*args), dtype=jnp.float32)
 
 
-def instruction(code: str, constraints: str, *args: Array, dtype: Any = jnp.int32) -> Array:
-    """Run an instruction in each thread; integers are unsigned."""
+def instruction(code: str, constraints: str, *args: Array, dtype: Any = jnp.int32, pack: int = 1) -> Array:
+    """Run an instruction in each thread, for `pack` numbers at a time; 32-bit integers are unsigned."""
     from jax.experimental.pallas import triton
 
     like = [jax.ShapeDtypeStruct(args[0].shape, dtype)]
-    [out] = triton.elementwise_inline_asm(code, args=args, constraints=constraints, pack=1, result_shape_dtypes=like)
+    [out] = triton.elementwise_inline_asm(code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=like)
     return out.astype(jnp.uint32) if dtype == jnp.int32 else out
 
 
