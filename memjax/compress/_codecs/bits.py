@@ -270,19 +270,13 @@ def dithered_level(x: Float[Array, "..."], place: UInt32[Array, "..."]) -> UInt3
 
     Levels are the lowest 8 bits; those from the 14th on are not zero.
     """
-    return level_of_byte(x, _byte(place))
+    return (lax.bitcast_convert_type(x, jnp.uint32) - _byte(place)) >> u32(8)
 
 
-def level_of_byte(x: Float[Array, "..."], byte: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """`dithered_level` of places with these bytes."""
-    return (lax.bitcast_convert_type(x, jnp.uint32) - byte) >> u32(8)
-
-
-def bytes_of_rows(first: UInt32[Array, "rows fours"]) -> UInt32[Array, "rows places"]:
-    """The bytes of places, each four of which follow one that is a multiple of four: for kernels, where four share a hash."""
+def hashes_of_rows(first: UInt32[Array, "rows fours"]) -> UInt32[Array, "rows places"]:
+    """The hashes of places, each four of which follow one that is a multiple of four, and share one: for kernels."""
     fours = jnp.broadcast_to(_hash(first >> u32(2))[..., None], (*first.shape, 4))
-    shifts = u32(8) * lax.broadcasted_iota(jnp.uint32, fours.shape, 2)
-    return ((fours >> shifts) & u32(0xFF)).reshape(first.shape[0], -1)
+    return fours.reshape(first.shape[0], -1)
 
 
 def plus_dither(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Array, "..."]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from memjax.compress._codecs import kernels
 from memjax.compress._codecs.bits import as_pairs, paired, unpaired
@@ -37,29 +37,18 @@ def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
 
 
 class End(NamedTuple):
-    """An end of a range: of two values, as an instruction and as what stands for it, and of all along an axis.
+    """An end of a range: the operation on two values, of which the largest keeps a NaN, and on all along an axis."""
 
-    An instruction, and what stands for it, takes a NaN for the largest.
-    """
-
-    instruction: str
-    interpreted: Callable[[Array, Array], Array]
+    of_two: str
     of_all: Callable[..., Array]
 
-    def of_two(self, x: Array, y: Array, *, interpret: bool) -> Array:
-        return self.interpreted(x, y) if interpret else kernels.of_two(self.instruction, x, y)
 
-
-LEAST, LARGEST = End("min", jnp.minimum, jnp.min), End("max.NaN", jnp.maximum, jnp.max)
+LEAST, LARGEST = End("min", jnp.min), End("max.NaN", jnp.max)
 
 
 def inverse(x: Array, *, interpret: bool) -> Array:
     """1 / x, or nearly."""
     return 1 / x if interpret else kernels.reciprocal(x)
-
-
-def widened(x: Array, *, interpret: bool) -> Array:
-    return x.astype(jnp.float32) if interpret else kernels.widened(x)
 
 
 # Levels are the second byte of an int32: what a multiplication and an addition leave in the digits of a float, of which the
@@ -70,21 +59,18 @@ def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
     """`x * factor + shift`, which is from 0 to 255, rounded to the nearest integer, or nearly: up to 1 / 512 is lost."""
     multiply_add = kernels.interpreted if interpret else kernels.nearest
     return lax.bitcast_convert_type(
-        multiply_add(widened(x, interpret=interpret), factor, shift + (0.5 + _IN_BYTES)), jnp.int32
+        multiply_add(kernels.widened(x, interpret=interpret), factor, shift + (0.5 + _IN_BYTES)), jnp.int32
     )
 
 
 def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
     """`x * factor`, from 0 to 255, as the next integer that is not below: at least 1 where x is positive, 0 elsewhere."""
     finite, zero = jnp.array(jnp.finfo(x.dtype).max, x.dtype), jnp.zeros((), x.dtype)
+    of_two = functools.partial(kernels.of_two, interpret=interpret)
+    x = kernels.widened(of_two("min", of_two("max", x, zero), finite), interpret=interpret)  # a NaN is not positive
     if interpret:
-        x = jnp.where(x > 0, jnp.minimum(x, finite), zero).astype(jnp.float32)
         return jnp.where(x > 0, jnp.clip(jnp.ceil(x * factor), 1, 255), 0).astype(jnp.int32) << 8
-    # Without ".NaN" these take the other one of a NaN and a number.
-    x = kernels.of_two("min", kernels.of_two("max", x, zero), finite)
-    return lax.bitcast_convert_type(
-        kernels.upwards(kernels.widened(x), factor, jnp.float32(_IN_BYTES + 255 / 256)), jnp.int32
-    )
+    return lax.bitcast_convert_type(kernels.upwards(x, factor, jnp.float32(_IN_BYTES + 255 / 256)), jnp.int32)
 
 
 def encode(
@@ -123,17 +109,18 @@ def encode(
             return jnp.minimum(i * rows + lax.iota(jnp.int32, rows), length - 1)
 
         def look(found: Sequence[Array], values: Array) -> list[Array]:
-            return [end.of_two(one, values, interpret=interpret) for end, one in zip(ends, found, strict=True)]
+            pairs = zip(ends, found, strict=True)
+            return [kernels.of_two(end.of_two, one, values, interpret=interpret) for end, one in pairs]
 
         def without_nan(values: Array) -> Array:  # which a maximum along an axis loses
             return jnp.where(values != values, jnp.array(jnp.inf, values.dtype), values)
 
         def write(i: Any, values: Array, totals: Sequence[Array]) -> list[Array]:
             level = levels(values, *used)
-            level_ref[place(i), :] = packed(level, bits, interpret=interpret).astype(level_ref.dtype)
+            level_ref[place(i), :] = packed(level, bits, interpret=interpret)
             if not with_sums:
                 return []
-            wide = widened(values, interpret=interpret)
+            wide = kernels.widened(values, interpret=interpret)
             if length % rows and (not isinstance(i, int) or i == reads - 1):
                 wide = jnp.where(i * rows + lax.broadcasted_iota(jnp.int32, wide.shape, 0) < length, wide, 0.0)
             multiply_add = kernels.interpreted if interpret else kernels.nearest
@@ -180,11 +167,11 @@ def encode(
     return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None
 
 
-def packed(levels: Int[Array, "rows channels"], bits: int, *, interpret: bool) -> Array:
+def packed(levels: Int[Array, "rows channels"], bits: int, *, interpret: bool) -> UInt8[Array, "rows _"]:
     """The second bytes, or for 4 bits pairs of the lower halves of these."""
     if bits == 4:
-        return paired(levels >> 8, bits)
-    return (levels >> 8) & 0xFF if interpret else kernels.second_bytes(levels)
+        return paired(levels >> 8, bits).astype(jnp.uint8)
+    return kernels.second_bytes(levels, interpret=interpret)
 
 
 # A kernel for NVIDIA GPUs that decodes blocks for operations that read their operands from memory, such as convolutions.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.compat import varying_like
@@ -82,8 +82,11 @@ def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
 
 
-def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:
     """The smaller ("min") or the larger ("max") of two numbers, the other one if one is a NaN; with ".NaN" that."""
+    if interpret:
+        functions = {"min": jnp.fmin, "max": jnp.fmax, "max.NaN": jnp.maximum}
+        return functions[operation](x, y)
     kind, pack = {"bfloat16": ("bf16x2", 2), "float16": ("f16x2", 2), "float32": ("f32", 1)}[x.dtype.name]
     registers = "=r,r,r" if pack == 2 else "=f,f,f"
     return instruction(
@@ -91,22 +94,48 @@ def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Fl
     )
 
 
-def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def widened(x: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:
     """Values as float32; of a multiple of two in each thread."""
-    if x.dtype != jnp.bfloat16:
+    if interpret or x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32)
     # The compiler takes apart what two values share first, which is one instruction more.
     code = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return lax.bitcast_convert_type(instruction(code, "=r,=r,r", x, pack=2), jnp.float32)
 
 
-def second_bytes(x: Int[Array, "..."]) -> UInt8[Array, "..."]:
+def second_bytes(x: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
     """The second lowest byte of each number; of a multiple of four numbers in each thread."""
+    if interpret:
+        return (x >> 8).astype(jnp.uint8)
     code = (
         "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0051; prmt.b32 high, $3, $4, 0x0051; "
         "prmt.b32 $0, low, high, 0x5410; }"
     )
     return instruction(code, "=r,r,r,r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8)
+
+
+def lower_halves(x: Int[Array, "..."], y: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
+    """The second bytes of two numbers, below 16, as one byte, `y`'s above; of a multiple of four numbers in each thread."""
+    if interpret:
+        return second_bytes(x, interpret=True) | (second_bytes(y, interpret=True) << 4)
+    code = (
+        "{ .reg .b32 a, b, c, d; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 a, a, b, 0x5410; "
+        "prmt.b32 c, $5, $6, 0x0051; prmt.b32 d, $7, $8, 0x0051; prmt.b32 c, c, d, 0x5410; "
+        "shl.b32 c, c, 4; lop3.b32 $0, 0x0f0f0f0f, a, c, 0xca; }"
+    )
+    return instruction(code, "=r,r,r,r,r,r,r,r,r", x, y, dtype=jnp.int8, pack=4).astype(jnp.uint8)
+
+
+def less_bytes(
+    x: UInt32[Array, "... n"], bytes_of: UInt32[Array, "... n"], *, interpret: bool
+) -> UInt32[Array, "... n"]:
+    """`x` less the bytes of `bytes_of` in turn, the lowest first; of a multiple of four numbers in each thread."""
+    if interpret:
+        turn = lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1) & 3
+        return x - ((bytes_of >> (turn << 3)) & 0xFF)
+    steps = (f"prmt.b32 byte, ${8 + i}, 0, 0x444{i}; sub.s32 ${i}, ${4 + i}, byte;" for i in range(4))
+    code = f"{{ .reg .b32 byte; {' '.join(steps)} }}"
+    return instruction(code, ",".join(["=r"] * 4 + ["r"] * 8), x, bytes_of, pack=4)
 
 
 def _multiply_add(rounding: str, *args: Array) -> Array:

@@ -6,18 +6,17 @@ has some positions of one group in its registers from the first to the last step
 and still there in 0.12.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._codecs import kernels
-from memjax.compress._codecs.bits import DITHER_OFFSET, bytes_of_rows, level_of_byte, pack_halves, u32
+from memjax.compress._codecs.bits import DITHER_OFFSET, hashes_of_rows, pack_halves, u32
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 SAMPLES = 256
@@ -94,22 +93,23 @@ def encode(
         column = u32(pl.program_id(0) * width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 1)
         place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
-            multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], shift_ref[i, :][None])
+            multiply_add(
+                kernels.widened(x_ref[:, i, :], interpret=interpret), inverse_ref[i, :][None], shift_ref[i, :][None]
+            )
             for i in range(_HALVES)
         ]
-        least = jnp.min(functools.reduce(jnp.minimum, pieces), 1)
-        most = jnp.max(functools.reduce(jnp.maximum, pieces), 1)
-        # A maximum may lose a NaN; a sum does not, and 0 x infinity is one.
-        nothing = jnp.zeros((rows, part), jnp.float32)
-        spoilt = jnp.sum(functools.reduce(lambda total, piece: multiply_add(piece, nothing, total), pieces, nothing), 1)
-        low, distance, factor = levels(least + spoilt, most + spoilt)
+        most = kernels.of_two("max.NaN", *pieces, interpret=interpret)
+        most = jnp.where(most != most, jnp.inf, most)  # a maximum along an axis may lose a NaN
+        least = jnp.min(kernels.of_two("min", *pieces, interpret=interpret), 1)
+        low, distance, factor = levels(least, jnp.max(most, 1))
         low_ref[:], distance_ref[:] = low, distance
         found, lowest = [], low.astype(jnp.float32)[:, None]
         for i, piece in enumerate(pieces):
             # Not one multiplication and addition: the lowest level in steps has no digits left for a small part of a step.
             scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(DITHER_OFFSET))
-            found.append(level_of_byte(scaled, bytes_of_rows(place + u32(i * part))))
-        for plane_ref, plane in zip(planes, pack_halves(found[0], found[1], bits), strict=True):
+            digits, hashes = lax.bitcast_convert_type(scaled, jnp.uint32), hashes_of_rows(place + u32(i * part))
+            found.append(kernels.less_bytes(digits, hashes, interpret=interpret))
+        for plane_ref, plane in zip(planes, _packed(found, bits, interpret), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
@@ -137,3 +137,12 @@ def encode(
         interpret=interpret,
     )
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
+
+
+def _packed(digits: Sequence[UInt32[Array, "rows part"]], bits: int, interpret: bool) -> Sequence[Sequence[Array]]:
+    """The planes of two halves of levels, the second bytes of `digits`."""
+    if bits == 8:
+        return [[kernels.second_bytes(half, interpret=interpret) for half in digits]]
+    if bits == 4:
+        return [[kernels.lower_halves(*digits, interpret=interpret)]]
+    return pack_halves(digits[0] >> u32(8), digits[1] >> u32(8), bits)
