@@ -35,9 +35,9 @@ def test_those_of_a_layer_are_made_when_it_runs() -> None:
     args = params, jnp.ones((BATCH, WIDTH)), jax.random.key(0)
     step = lambda *args: jax.grad(loss)(*args)
     plain = memjax.jit(step, budget="1TiB").plan(*args).nbytes
-    plan = memjax.jit(step, budget=int(0.4 * plain)).plan(*args)
-    assert plan.nbytes <= 0.4 * plain
-    assert plan.seconds <= 1.15 * plan.plain_seconds
+    plan = memjax.jit(step, budget=int(0.45 * plain)).plan(*args)
+    assert plan.nbytes <= 0.45 * plain
+    assert plan.seconds <= 1.12 * plan.plain_seconds
 
 
 def test_the_least_keeps_none_where_residual_sums_alone_are_kept() -> None:

@@ -101,6 +101,11 @@ def test_integers_of_numpy():
     assert jnp.isfinite(got).all()
 
 
+# With JAX 0.12 the plan of the fewest bytes takes 12% less than the next, and 20 runs of a step, which a warning says.
+_MANY_RUNS = pytest.mark.filterwarnings("ignore:remat.scan. within this budget:UserWarning")
+
+
+@_MANY_RUNS
 def test_least_budget():
     text = {}
     for budget in ("min", 1):
@@ -112,6 +117,7 @@ def test_least_budget():
     assert "min" in text[1]
 
 
+@_MANY_RUNS
 def test_budget_below_the_least():
     with pytest.raises(
         ValueError, match=r"budget is 10 B, but the least possible is (\d+) bytes: .* 20.5 times"
