@@ -85,7 +85,7 @@ def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:
     """The smaller ("min") or the larger ("max") of two numbers, the other one if one is a NaN; with ".NaN" that."""
     if interpret:
-        functions = {"min": jnp.fmin, "max": jnp.fmax, "max.NaN": jnp.maximum}
+        functions: dict[str, Any] = {"min": jnp.fmin, "max": jnp.fmax, "max.NaN": jnp.maximum}
         return functions[operation](x, y)
     kind, pack = {"bfloat16": ("bf16x2", 2), "float16": ("f16x2", 2), "float32": ("f32", 1)}[x.dtype.name]
     registers = "=r,r,r" if pack == 2 else "=f,f,f"

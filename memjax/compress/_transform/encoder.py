@@ -91,8 +91,7 @@ class Encoder:
     def _encode(self, array: Any, env: dict[Any, Any]) -> None:
         if (out := self._keep.outputs.get(array)) is not None:
             value = barrier(env[out])  # which the product that reads it needs in memory, too
-            mask = value > jnp.zeros((), value.dtype)
-            env[out], self.codes[array] = barrier((value, Mask().encode(mask)))
+            env[out], self.codes[array] = barrier((value, Mask().encode_positive(value)))
             return
         if array not in self._codecs:
             env[array], self.codes[array] = barrier((env[array], Mask().encode(env[array])))
