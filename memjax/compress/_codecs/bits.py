@@ -23,7 +23,7 @@ class Width(NamedTuple):
     Attributes:
       planes: by `PositionQuantized`: the widths of the arrays of `pack_levels`, lowest bits first.
       number: by `BlockQuantized` and `ChannelQuantized`: XLA's type for one level.
-      pair: the type for two of these, as a kernel writes them: see `paired`.
+      pair: the type for two of these in the code that a kernel made: see `as_pairs`.
       per_word: by `GroupQuantized`: how many a word has.
     """
 
@@ -187,10 +187,7 @@ def pack_halves(
 
 
 def _neighbours(part: UInt32[Array, "rows n"], width: int) -> UInt32[Array, "rows _"]:
-    per_byte = 8 // width
-    if per_byte == 1:
-        return part
-    parts = part.reshape(part.shape[0], -1, per_byte)
+    parts = part.reshape(part.shape[0], -1, 8 // width)
     return jnp.sum(parts << (u32(width) * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32)
 
 
@@ -214,8 +211,8 @@ def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[
     return level
 
 
-# Levels of two neighbouring channels in one number, as a kernel writes them: 4 bits each in a byte, or 8 bits each in
-# two bytes. In memory they are what XLA has as an array of 4-bit or 8-bit numbers.
+# Levels of two neighbouring channels in one number, which tells the code of a kernel: 4 bits each in a byte, as the kernel
+# writes them, or 8 bits each in two bytes. In memory they are what XLA has as an array of 4-bit or 8-bit numbers.
 
 
 def paired(levels: Int[Array, "rows channels"], bits: int) -> Int[Array, "rows pairs"]:
@@ -249,8 +246,10 @@ def unpaired(pairs: Int[Array, "rows pairs"], bits: int) -> Int[Array, "rows cha
 # side by side into the digits of a float, which needs no conversion of integers.
 
 _MIDDLE = 127.5 / 256  # the mean of bytes / 256
-DITHER_OFFSET = 1.5 * 2.0**15 + 255 / 256
-"""Added to a value from 0 to 255 before `dithered_level`: floats around it are multiples of 1/256, whose digits count these."""
+IN_BYTES = 1.5 * 2.0**15
+"""Floats around it are multiples of 1 / 256, which their digits count: an integer up to 255 above it is their second byte."""
+DITHER_OFFSET = IN_BYTES + 255 / 256
+"""Added to a value from 0 to 255 before `dithered_level`."""
 
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:

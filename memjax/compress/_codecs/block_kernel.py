@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from memjax.compress._codecs import kernels
-from memjax.compress._codecs.bits import as_pairs, paired, unpaired
+from memjax.compress._codecs.bits import DITHER_OFFSET, IN_BYTES, as_pairs, paired, unpaired
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 _CHANNELS = 64  # of a program: 128 bytes of a row
@@ -24,7 +24,6 @@ _FEWEST = 2**16  # values of an array for which the kernel pays
 _ROWS_OF_A_WARP = 4  # that it reads at a time: eight channels a thread
 _HELD = 16  # of these reads, whose values stay in registers
 _MOST_WARPS = 4  # of a program
-_IN_BYTES = 1.5 * 2.0**15  # floats around it are multiples of 1 / 256: integers, and below these a byte
 
 
 def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
@@ -56,10 +55,13 @@ def inverse(x: Array, *, interpret: bool) -> Array:
 
 
 def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
-    """`x * factor + shift`, which is from 0 to 255, rounded to the nearest integer, or nearly: up to 1 / 512 is lost."""
+    """`x * factor + shift`, which is from 0 to 255, rounded to the nearest integer, or nearly.
+
+    Up to 1 / 256 is lost, and as much as one digit of a larger `shift`.
+    """
     multiply_add = kernels.interpreted if interpret else kernels.nearest
     return lax.bitcast_convert_type(
-        multiply_add(kernels.widened(x, interpret=interpret), factor, shift + (0.5 + _IN_BYTES)), jnp.int32
+        multiply_add(kernels.widened(x, interpret=interpret), factor, shift + (0.5 + IN_BYTES)), jnp.int32
     )
 
 
@@ -70,7 +72,7 @@ def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
     x = kernels.widened(of_two("min", of_two("max", x, zero), finite), interpret=interpret)  # a NaN is not positive
     if interpret:
         return jnp.where(x > 0, jnp.clip(jnp.ceil(x * factor), 1, 255), 0).astype(jnp.int32) << 8
-    return lax.bitcast_convert_type(kernels.upwards(x, factor, jnp.float32(_IN_BYTES + 255 / 256)), jnp.int32)
+    return lax.bitcast_convert_type(kernels.upwards(x, factor, jnp.float32(DITHER_OFFSET)), jnp.int32)
 
 
 def encode(
@@ -117,7 +119,7 @@ def encode(
 
         def write(i: Any, values: Array, totals: Sequence[Array]) -> list[Array]:
             level = levels(values, *used)
-            level_ref[place(i), :] = packed(level, bits, interpret=interpret)
+            level_ref[place(i), :] = _packed(level, bits, interpret=interpret)
             if not with_sums:
                 return []
             wide = kernels.widened(values, interpret=interpret)
@@ -146,10 +148,10 @@ def encode(
 
     # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
-    in_bytes = 8 // bits  # levels
-    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // in_bytes), jnp.uint8)]
+    levels_per_byte = 8 // bits
+    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // levels_per_byte), jnp.uint8)]
     outs += [((blocks, channels), jnp.float32)] * count
-    out_specs = [tile(_CHANNELS // in_bytes), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
+    out_specs = [tile(_CHANNELS // levels_per_byte), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
     if with_sums:
         outs.append(((blocks, 2, channels), jnp.float32))
         out_specs.append(pl.BlockSpec((None, 2, _CHANNELS), lambda j, i: (i, 0, j)))
@@ -167,8 +169,8 @@ def encode(
     return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None
 
 
-def packed(levels: Int[Array, "rows channels"], bits: int, *, interpret: bool) -> UInt8[Array, "rows _"]:
-    """The second bytes, or for 4 bits pairs of the lower halves of these."""
+def _packed(levels: Int[Array, "rows channels"], bits: int, *, interpret: bool) -> UInt8[Array, "rows _"]:
+    """The second bytes, or for 4 bits pairs of their lower four bits."""
     if bits == 4:
         return paired(levels >> 8, bits).astype(jnp.uint8)
     return kernels.second_bytes(levels, interpret=interpret)

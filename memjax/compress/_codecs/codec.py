@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float
 
 from memjax._core import check
 from memjax._core.program.jaxpr import nbytes
-from memjax.compress._codecs import mask_kernel
 from memjax.compress._codecs.bits import WORD, pack, unpack
 from memjax.compress._codecs.sharded import decode_parts
 
@@ -294,15 +293,6 @@ class Mask(FixedRate):
         if padding := -x.size % WORD:
             flat = jnp.concatenate([flat, jnp.zeros(padding, bool)])
         return self.code_of(x, pack(flat))
-
-    def encode_positive(self, x: Float[Array, "..."]) -> Code:
-        """The code of `x > 0`."""
-        plain = lambda x: self.encode(x > jnp.zeros((), x.dtype))
-        if not mask_kernel.suits(jax.typeof(x)):
-            return plain(x)
-        like: Any = jax.ShapeDtypeStruct(x.shape, jnp.bool_)
-        by_kernel = lambda x: self.code_of(like, mask_kernel.pack_positive(x))
-        return lax.platform_dependent(x, cuda=by_kernel, default=plain)
 
     def _decode(self, code: Code) -> Bool[Array, "..."]:
         return unpack(code.levels)[: math.prod(code.shape)].reshape(code.shape)

@@ -1,4 +1,4 @@
-"""What kernels for NVIDIA GPUs share: where they can run, their settings, single instructions."""
+"""What kernels for NVIDIA GPUs share: where they can run, their settings, short pieces of PTX."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +59,7 @@ def call(
     return pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, **options)(*args)
 
 
-# Single instructions. `x * y + z` is rounded once: Triton is told not to contract operations.
+# Short pieces of PTX. `x * y + z` is rounded once: Triton is told not to contract operations.
 
 
 def nearest(x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -100,7 +100,7 @@ def widened(x: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:
         return x.astype(jnp.float32)
     # The compiler takes apart what two values share first, which is one instruction more.
     code = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    return lax.bitcast_convert_type(instruction(code, "=r,=r,r", x, pack=2), jnp.float32)
+    return lax.bitcast_convert_type(instruction(code, "=&r,=r,r", x, pack=2), jnp.float32)
 
 
 def second_bytes(x: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
@@ -114,10 +114,10 @@ def second_bytes(x: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."
     return instruction(code, "=r,r,r,r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8)
 
 
-def lower_halves(x: Int[Array, "..."], y: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
-    """The second bytes of two numbers, below 16, as one byte, `y`'s above; of a multiple of four numbers in each thread."""
+def nibbles(x: Int[Array, "..."], y: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
+    """The lower four bits of the second bytes of two numbers as one byte, `y`'s above; of a multiple of four in each thread."""
     if interpret:
-        return second_bytes(x, interpret=True) | (second_bytes(y, interpret=True) << 4)
+        return (second_bytes(x, interpret=True) & 15) | (second_bytes(y, interpret=True) << 4)
     code = (
         "{ .reg .b32 a, b, c, d; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 a, a, b, 0x5410; "
         "prmt.b32 c, $5, $6, 0x0051; prmt.b32 d, $7, $8, 0x0051; prmt.b32 c, c, d, 0x5410; "
@@ -129,13 +129,12 @@ def lower_halves(x: Int[Array, "..."], y: Int[Array, "..."], *, interpret: bool)
 def less_bytes(
     x: UInt32[Array, "... n"], bytes_of: UInt32[Array, "... n"], *, interpret: bool
 ) -> UInt32[Array, "... n"]:
-    """`x` less the bytes of `bytes_of` in turn, the lowest first; of a multiple of four numbers in each thread."""
+    """`x` less one byte of each of `bytes_of`, in turn along the last axis, the lowest first."""
+    turn = lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1) & 3
     if interpret:
-        turn = lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1) & 3
         return x - ((bytes_of >> (turn << 3)) & 0xFF)
-    steps = (f"prmt.b32 byte, ${8 + i}, 0, 0x444{i}; sub.s32 ${i}, ${4 + i}, byte;" for i in range(4))
-    code = f"{{ .reg .b32 byte; {' '.join(steps)} }}"
-    return instruction(code, ",".join(["=r"] * 4 + ["r"] * 8), x, bytes_of, pack=4)
+    code = "{ .reg .b32 byte; prmt.b32 byte, $2, 0, $3; sub.s32 $0, $1, byte; }"
+    return instruction(code, "=r,r,r,r", x, bytes_of, turn | 0x4440)
 
 
 def _multiply_add(rounding: str, *args: Array) -> Array:
@@ -144,7 +143,7 @@ def _multiply_add(rounding: str, *args: Array) -> Array:
 
 
 def instruction(code: str, constraints: str, *args: Array, dtype: Any = jnp.int32, pack: int = 1) -> Array:
-    """Run an instruction in each thread, for `pack` numbers at a time; 32-bit integers are unsigned."""
+    """Run PTX in each thread, for `pack` numbers of it at a time, whichever these are; 32-bit integers are unsigned."""
     from jax.experimental.pallas import triton
 
     like = [jax.ShapeDtypeStruct(args[0].shape, dtype)]

@@ -109,7 +109,7 @@ def encode(
             scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(DITHER_OFFSET))
             digits, hashes = lax.bitcast_convert_type(scaled, jnp.uint32), hashes_of_rows(place + u32(i * part))
             found.append(kernels.less_bytes(digits, hashes, interpret=interpret))
-        for plane_ref, plane in zip(planes, _packed(found, bits, interpret), strict=True):
+        for plane_ref, plane in zip(planes, _packed(found, bits, interpret=interpret), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
@@ -117,7 +117,7 @@ def encode(
     block = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
     whole = pl.BlockSpec((None, _HALVES, part), lambda j, i: (j, 0, 0))
     planes_in_pieces = jax.eval_shape(
-        lambda half: pack_halves(half, half, bits), jax.ShapeDtypeStruct((1, part), jnp.uint32)
+        lambda half: _packed([half, half], bits, interpret=True), jax.ShapeDtypeStruct((1, part), jnp.uint32)
     )
     shapes_of_planes = [(len(pieces), pieces[0].shape[1]) for pieces in planes_in_pieces]
     outs: list[tuple[tuple[int, ...], Any]] = [((positions, groups, *shape), jnp.uint8) for shape in shapes_of_planes]
@@ -139,10 +139,10 @@ def encode(
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
 
 
-def _packed(digits: Sequence[UInt32[Array, "rows part"]], bits: int, interpret: bool) -> Sequence[Sequence[Array]]:
+def _packed(digits: Sequence[UInt32[Array, "rows part"]], bits: int, *, interpret: bool) -> Sequence[Sequence[Array]]:
     """The planes of two halves of levels, the second bytes of `digits`."""
     if bits == 8:
         return [[kernels.second_bytes(half, interpret=interpret) for half in digits]]
     if bits == 4:
-        return [[kernels.lower_halves(*digits, interpret=interpret)]]
+        return [[kernels.nibbles(*digits, interpret=interpret)]]
     return pack_halves(digits[0] >> u32(8), digits[1] >> u32(8), bits)

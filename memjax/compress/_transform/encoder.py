@@ -27,6 +27,7 @@ from memjax._core.program.dataflow import Walk, is_literal, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
+from memjax.compress._codecs.mask_kernel import encode_positive
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
 from memjax.compress._transform.keep.choose import Keep
 
@@ -91,7 +92,7 @@ class Encoder:
     def _encode(self, array: Any, env: dict[Any, Any]) -> None:
         if (out := self._keep.outputs.get(array)) is not None:
             value = barrier(env[out])  # which the product that reads it needs in memory, too
-            env[out], self.codes[array] = barrier((value, Mask().encode_positive(value)))
+            env[out], self.codes[array] = barrier((value, encode_positive(value)))
             return
         if array not in self._codecs:
             env[array], self.codes[array] = barrier((env[array], Mask().encode(env[array])))

@@ -9,6 +9,7 @@ import pytest
 
 from memjax.compress import BlockQuantized
 from memjax.compress._codecs import block_kernel
+from memjax.compress._codecs.bits import apart
 from memjax.compress._codecs.block_quantized import RectifiedBlocks
 from tests.compress.codecs.round_trip import normal, uniform
 
@@ -81,6 +82,17 @@ def test_interpreted_kernel_of_any_size(bits, size):
     got = _by_kernel(codec, x, True)[1]
     error = np.abs(np.asarray(got, np.float64) - np.asarray(x, np.float64))
     assert np.max(error) <= (0.7 * 2 / (2**bits - 1) + 2**-8) * size
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_levels_of_the_interpreted_kernel_are_nearly_the_nearest(bits, dtype):
+    x = (2 * uniform(4, 250, 64) - 1).astype(dtype)
+    code = _by_kernel(BlockQuantized(bits), x, True)[0]
+    middle, distance = (np.asarray(one, np.float64) for one in code.ranges)
+    level = np.asarray(apart(code.levels, bits).astype(np.int32)).reshape(4, 250, 64)
+    error = np.abs(middle + (level - (2**bits - 1) / 2) * distance - x.astype(np.float64)) / distance
+    assert 0.49 < error.max() < 0.505
 
 
 def _check_sums(codec, shape, interpret):

@@ -35,7 +35,7 @@ def test_compiled_kernel(dtype):
         _check(shape, dtype, interpret=False)
     x = jnp.asarray(normal(16, 28, 28, 64), dtype)
     assert mask_kernel.suits(jax.typeof(x)) == (jax.device_count() == 1)
-    code = jax.jit(Mask().encode_positive)(x)
+    code = jax.jit(mask_kernel.encode_positive)(x)
     np.testing.assert_array_equal(jax.jit(Mask().decode)(code), x > 0)
 
 
@@ -46,6 +46,13 @@ def test_programs_for_other_platforms_have_the_same_codes(monkeypatch):
     monkeypatch.setattr(mask_kernel, "has_kernels", lambda: True)
     monkeypatch.setattr(mask_kernel, "is_of_one_device", lambda aval: True)
     assert mask_kernel.suits(jax.typeof(x))
-    for encode in (Mask().encode_positive, lambda x: jax.vmap(Mask().encode_positive)(x[None])):
+    assert not mask_kernel.suits(jax.core.ShapedArray(x.shape, jnp.float8_e5m2))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.set_mesh(mesh):
+        spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+        np.testing.assert_array_equal(
+            jax.jit(lambda x: mask_kernel.encode_positive(x).levels)(spread), Mask().encode(x > 0).levels
+        )
+    for encode in (mask_kernel.encode_positive, lambda x: jax.vmap(mask_kernel.encode_positive)(x[None])):
         code = jax.jit(lambda x: encode(x))(x)  # noqa: B023
         np.testing.assert_array_equal(code.levels.reshape(-1), Mask().encode(x > 0).levels)
