@@ -101,7 +101,7 @@ def encode(
     warps = next(n for n in (1, 2, _MOST_WARPS) if n == _MOST_WARPS or length <= _HELD * n * _ROWS_OF_A_WARP)
     rows = warps * _ROWS_OF_A_WARP
     reads = pl.cdiv(length, rows)
-    held = min(reads, _HELD)
+    held = min(reads, 2 if interpret else _HELD)  # an interpreted program with many takes long to compile
     row_of_ends = jax.ShapeDtypeStruct((1, _CHANNELS), jnp.float32)
     count = len(jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0])
 
