@@ -45,11 +45,6 @@ class End(NamedTuple):
 LEAST, LARGEST = End("min", jnp.min), End("max.NaN", jnp.max)
 
 
-def inverse(x: Array, *, interpret: bool) -> Array:
-    """1 / x, or nearly."""
-    return 1 / x if interpret else kernels.reciprocal(x)
-
-
 # Levels are the second byte of an int32: what a multiplication and an addition leave in the digits of a float, of which the
 # lowest eight stand for less than 1. A conversion to an integer would take as long as eight other instructions.
 
@@ -59,10 +54,9 @@ def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
 
     Up to 1 / 256 is lost, and as much as one digit of a larger `shift`.
     """
-    multiply_add = kernels.interpreted if interpret else kernels.nearest
-    return lax.bitcast_convert_type(
-        multiply_add(kernels.widened(x, interpret=interpret), factor, shift + (0.5 + IN_BYTES)), jnp.int32
-    )
+    x = kernels.widened(x, interpret=interpret)
+    digits = kernels.multiply_add(x, factor, shift + (0.5 + IN_BYTES), interpret=interpret)
+    return lax.bitcast_convert_type(digits, jnp.int32)
 
 
 def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
@@ -125,8 +119,7 @@ def encode(
             wide = kernels.widened(values, interpret=interpret)
             if length % rows and (not isinstance(i, int) or i == reads - 1):
                 wide = jnp.where(i * rows + lax.broadcasted_iota(jnp.int32, wide.shape, 0) < length, wide, 0.0)
-            multiply_add = kernels.interpreted if interpret else kernels.nearest
-            return [totals[0] + wide, multiply_add(wide, wide, totals[1])]
+            return [totals[0] + wide, kernels.multiply_add(wide, wide, totals[1], interpret=interpret)]
 
         first = [x_ref[place(i), :] for i in range(held)]
         found = functools.reduce(look, first[1:], [first[0]] * len(ends))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from memjax._core import check
 from memjax._core.segments import automatic_devices
-from memjax.compress._codecs import block_kernel
+from memjax.compress._codecs import block_kernel, kernels
 from memjax.compress._codecs.bits import WIDTHS, apart, as_pairs, check_width
 from memjax.compress._codecs.channel_quantized import LARGEST, LEAST_DISTANCE, ends, inverse_of
 from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_floats, in_shape
@@ -258,7 +258,7 @@ class BlockQuantized(OfBlocks):
         middle, half = self._middle_and_half(low, high)
         distance = half * (1 / self._centre)
         small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
-        inverse = functools.partial(block_kernel.inverse, interpret=interpret)
+        inverse = functools.partial(kernels.reciprocal, interpret=interpret)
         factor = jnp.where(half > 0, inverse(half * small) * (self._centre * small), 0)
         return (middle, distance), (factor, self._centre - middle * factor)
 
@@ -320,7 +320,7 @@ class RectifiedBlocks(OfBlocks):
     def ranges_in_kernel(self, dtype: Any, interpret: bool, largest: Array) -> Any:
         distance = self._distance(jnp.maximum(largest, 0), dtype)
         # A little less than the inverse, so that the largest value gets the last level.
-        factor = block_kernel.inverse(distance, interpret=interpret) * (1 - 2.0**-21)
+        factor = kernels.reciprocal(distance, interpret=interpret) * (1 - 2.0**-21)
         return (distance,), (jnp.where(distance > 0, factor, _TINY),)
 
     def levels_in_kernel(self, interpret: bool, values: Array, factor: Array) -> Array:

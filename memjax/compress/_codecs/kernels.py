@@ -62,24 +62,21 @@ def call(
 # Short pieces of PTX. `x * y + z` is rounded once: Triton is told not to contract operations.
 
 
-def nearest(x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rounded to the nearest float32."""
-    return _multiply_add("rn", x, y, z)
+def multiply_add(
+    x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, "..."], *, interpret: bool
+) -> Float[Array, "..."]:
+    """Rounded to the nearest float32; where a kernel is interpreted, twice."""
+    return x * y + z if interpret else _multiply_add("rn", x, y, z)
 
 
 def upwards(x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rounded to the next float32 above, if it is none."""
+    """`x * y + z`, rounded to the next float32 above, if it is none."""
     return _multiply_add("rp", x, y, z)
 
 
-def interpreted(x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What stands for `nearest` where a kernel is interpreted: rounded twice."""
-    return x * y + z
-
-
-def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def reciprocal(x: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:
     """1 / x, off by one digit at most; 0 or infinity where a number is subnormal."""
-    return instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
+    return 1 / x if interpret else instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
 
 
 def of_two(operation: str, x: Float[Array, "..."], y: Float[Array, "..."], *, interpret: bool) -> Float[Array, "..."]:

@@ -6,6 +6,7 @@ has some positions of one group in its registers from the first to the last step
 and still there in 0.12.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def encode(
     positions, groups, width = x.shape
     part = width // _HALVES
     rows = _MORE_ROWS if positions % _MORE_ROWS == 0 else _ROWS
-    multiply_add = kernels.interpreted if interpret else kernels.nearest
+    multiply_add = functools.partial(kernels.multiply_add, interpret=interpret)
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out

@@ -198,14 +198,14 @@ class _Tile:
             return [value * inverse for value in self.operand(atoms[0])]
         if name == "div" and self._is_root(atoms[1]):
             [values, roots] = map(self.operand, atoms)
-            inverse = (lambda root: 1 / root) if self.interpret else kernels.reciprocal
+            inverse = functools.partial(kernels.reciprocal, interpret=self.interpret)
             return [value * inverse(root) for value, root in zip(values, roots, strict=True)]
         if name == "add" and any(is_literal(atom) and atom.val == 0 for atom in atoms):
             return self.operand(next(atom for atom in atoms if not is_literal(atom)))
         products = [self.makers[atom] for atom in atoms if not is_literal(atom) and self._is_product(atom)]
         if name == "add" and products:
             [other] = [atom for atom in atoms if atom is not products[0].outvars[0]] or atoms[:1]
-            multiply_add = kernels.interpreted if self.interpret else kernels.nearest
+            multiply_add = functools.partial(kernels.multiply_add, interpret=self.interpret)
             return [multiply_add(*values) for values in self._parts([*products[0].invars, other])]
         return self._bound(eqn)
 

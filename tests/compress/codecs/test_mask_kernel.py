@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax.compress import Mask
 from memjax.compress._codecs import mask_kernel
-from memjax.compress._codecs.codec import Mask
 from tests.compress.codecs.round_trip import normal
 
 SHAPES = [(2, 28, 28, 64), (3, 32, 32, 96), (2**16,)]  # words in blocks of 32, 256 and 256
