@@ -65,6 +65,18 @@ def run_late(
         see(eqn, env)
         operands = read(env | in_memory if in_memory else env, eqn.invars)
         env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+        for atom in in_memory:
+            made = [out for other in program.flow.consumers[atom] if _reads_memory(other) for out in other.outvars]
+            if all(out in env for out in made):
+                finish(made, next(var for var in variables(eqn.invars) if var in late))
+
+    def finish(made, cotangent):
+        """Let the backward pass go on from this cotangent when all is made that a decoded array is in memory for.
+
+        A compiler would put that off, since the array is large, and the cotangents that it takes stay until then.
+        """
+        values, env[cotangent] = joint_barrier((read(env, made), env[cotangent]))
+        env.update(zip(made, values, strict=True))
 
     for eqn in program.eqns:
         cotangent = next((var for var in variables(eqn.invars) if var in late), None)

@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,6 +47,28 @@ def test_a_kernel_decodes_what_convolutions_read(bits, with_kernels):
     for got, wanted in zip(jax.jit(gradient())(weights, x), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert kernels == 2  # one encodes the ReLU's output, one decodes it for the convolution
+
+
+def test_gradients_of_an_array_are_made_before_the_backward_pass_goes_on(with_kernels):
+    """Otherwise XLA puts them off, for the decoded array is large, and the cotangents that they need stay until then."""
+
+    def network(weights, x):
+        conv = functools.partial(
+            lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(conv(x, weights[0]))
+        return jnp.sum((conv(x, weights[1]) * jnp.sin(conv(x, weights[2]))).astype(jnp.float32))
+
+    weights = [(normal(3, 3, 64, 64, seed=i) / 24).astype(jnp.bfloat16) for i in range(3)]
+    with_kernels()
+    jaxpr = jax.make_jaxpr(jax.grad(memjax.compressed(network)))(weights, normal(4, 16, 16, 64, dtype=jnp.bfloat16))
+    products = {out for eqn in jaxpr.jaxpr.eqns if eqn.primitive is lax.conv_general_dilated_p for out in eqn.outvars}
+    waiting = [
+        sum(atom in products for atom in eqn.invars if isinstance(atom, jax.extend.core.Var))
+        for eqn in jaxpr.jaxpr.eqns
+        if eqn.primitive is lax.optimization_barrier_p
+    ]
+    assert [count for count in waiting if count > 1] == [2]  # both gradients, and the last one's cotangent
 
 
 class _Norms(nn.Module):
