@@ -97,7 +97,8 @@ def encode(
     reads = pl.cdiv(length, rows)
     held = min(reads, 2 if interpret else _HELD)  # an interpreted program with many takes long to compile
     row_of_ends = jax.ShapeDtypeStruct((1, _CHANNELS), jnp.float32)
-    count = len(jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0])
+    kept = [one.dtype for one in jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0]]
+    count = len(kept)
 
     def kernel(x_ref: Any, level_ref: Any, *refs: Any) -> None:
         def place(i: Any) -> Array:
@@ -143,7 +144,7 @@ def encode(
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
     levels_per_byte = 8 // bits
     outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // levels_per_byte), jnp.uint8)]
-    outs += [((blocks, channels), jnp.float32)] * count
+    outs += [((blocks, channels), dtype) for dtype in kept]
     out_specs = [tile(_CHANNELS // levels_per_byte), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
     if with_sums:
         outs.append(((blocks, 2, channels), jnp.float32))

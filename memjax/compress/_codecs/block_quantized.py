@@ -20,6 +20,8 @@ from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_float
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _FEWEST = 32  # values that share a range, if the array has so many
+_LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
+_UP = 2.0**-8  # the most, of a number, that rounding to bfloat16 changes
 
 
 class View(NamedTuple):
@@ -68,6 +70,17 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
 
 
+def _kept(distance: Float[Array, "..."], most: Any, dtype: Any) -> Float[Array, "..."]:
+    """A distance of levels of an array of this dtype, as it is kept: of bfloat16 in bfloat16, not rounded down.
+
+    It is up to 2^-7 of itself larger then. It is `most` at most, so that no level is infinite.
+    """
+    if dtype != jnp.bfloat16:
+        return distance
+    distance, most = distance * (1 + _UP), most * (1 - _UP)
+    return jnp.where(distance > most, most, distance).astype(dtype)  # a NaN stays
+
+
 class OfBlocks(FixedRate):
     """What codecs of blocks share: they encode and decode by kernels where these suit.
 
@@ -82,7 +95,7 @@ class OfBlocks(FixedRate):
     block: int
     decoded_by = ("bits",)
     ends: tuple[block_kernel.End, ...]
-    ranges: Callable[[Array, View], tuple[Array, ...]]  # float32, they broadcast against the view; last the distance
+    ranges: Callable[[Array, View], tuple[Array, ...]]  # they broadcast against the view; last the distance
     levels: Callable[..., Array]  # of values and ranges, float32
     value: Callable[..., Array]  # of levels and ranges
     ranges_in_kernel: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]  # and what `levels_in_kernel` is given
@@ -139,7 +152,7 @@ class OfBlocks(FixedRate):
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32."""
         view = view_of(jax.typeof(x), self.block)
-        return in_shape(jnp.broadcast_to(self.measured(x).ranges[-1], view.shape), x.shape)
+        return in_shape(jnp.broadcast_to(self.measured(x).ranges[-1].astype(jnp.float32), view.shape), x.shape)
 
     def _encode_by_kernel(
         self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
@@ -184,7 +197,8 @@ class BlockQuantized(OfBlocks):
     channels are a multiple of 64 and one device has the array, as inside `jax.shard_map`. Codes have no derivative. Decoding
     is arithmetic on single values, which XLA does where they are read: on a GPU no decoded array is written.
 
-    Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256.
+    Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256. Of bfloat16
+    arrays ranges are kept in bfloat16, 32 bits: 8.125 or 4.125 bits. Levels are up to 2^-7 of their distance farther apart then.
 
     Args:
       bits: 8 or 4.
@@ -216,14 +230,19 @@ class BlockQuantized(OfBlocks):
         low, high = (
             jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(in_shape(x, view.shape), view.axes)
         )
-        return self._between(low, high)
+        return self._between(low, high, x.dtype)[:2]
 
-    def _between(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
-        """The middle of levels from `low` to `high` and their distance, NaN where an end is not finite; 2^-125 at least where
-        the ends differ.
+    def _between(self, low: Float[Array, "..."], high: Float[Array, "..."], dtype: Any) -> tuple[Array, Array, Array]:
+        """The middle of levels from `low` to `high` and their distance, NaN where an end is not finite, as they are kept for an
+        array of this dtype. And, float32, the distance of levels that reach both ends: 2^-125 at least where the ends differ.
         """
         middle, half = self._middle_and_half(low, high)
-        return middle, half / self._centre
+        if dtype == jnp.bfloat16:
+            middle, exact = middle.astype(dtype), middle
+            half = half + jnp.abs(exact - middle.astype(jnp.float32))
+        distance = half / self._centre
+        most = (_LARGEST_BFLOAT16 - jnp.abs(middle.astype(jnp.float32))) * (1 / self._centre)
+        return middle, _kept(distance, most, dtype), distance
 
     def _middle_and_half(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
         """The middle of a range, and half of its width.
@@ -237,11 +256,13 @@ class BlockQuantized(OfBlocks):
 
     def levels(self, values: Float[Array, "..."], middle: Array, distance: Array) -> Float[Array, "..."]:
         """The nearest level of each value; any where the distance is zero."""
+        middle, distance = middle.astype(jnp.float32), distance.astype(jnp.float32)
         part, inverse = inverse_of(distance)
         level = jnp.floor((values.astype(jnp.float32) * part - middle * part) * inverse + (self._centre + 0.5))
         return jnp.clip(level, 0, 2**self.bits - 1)
 
     def value(self, levels: UInt[Array, "..."], middle: Array, distance: Array, *, dtype: Any) -> Float[Array, "..."]:
+        middle, distance = middle.astype(jnp.float32), distance.astype(jnp.float32)
         x = middle + (levels.astype(jnp.float32) - self._centre) * distance
         if dtype == jnp.float32:  # the largest numbers of 16 bits are too far from float32's to be rounded to infinity
             x = jnp.where(x > LARGEST, LARGEST, jnp.where(x < -LARGEST, -LARGEST, x))  # a kernel's maximum loses a NaN
@@ -252,15 +273,13 @@ class BlockQuantized(OfBlocks):
         and by 1 / 16 at most where values are close together, for they are no closer than 2^-11 of their size. It takes few
         instructions.
         """
+        middle, kept, distance = self._between(low, high, dtype)
         if dtype == jnp.float32:  # ranges may be small beside the values
-            found = self._between(low, high)
-            return found, found
-        middle, half = self._middle_and_half(low, high)
-        distance = half * (1 / self._centre)
-        small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
-        inverse = functools.partial(kernels.reciprocal, interpret=interpret)
-        factor = jnp.where(half > 0, inverse(half * small) * (self._centre * small), 0)
-        return (middle, distance), (factor, self._centre - middle * factor)
+            return (middle, kept), (middle, kept)
+        # The largest range in levels that are not infinite: ends are beyond the outermost of them.
+        distance = jnp.where(distance > kept.astype(jnp.float32), distance, kept.astype(jnp.float32))
+        factor = jnp.where(distance > 0, kernels.reciprocal(distance, interpret=interpret), 0)
+        return (middle, kept), (factor, self._centre - middle.astype(jnp.float32) * factor)
 
     def levels_in_kernel(self, interpret: bool, values: Array, one: Array, other: Array) -> Array:
         if values.dtype == jnp.float32:
@@ -281,7 +300,8 @@ class RectifiedBlocks(OfBlocks):
 
     Encoding reads the array for the largest values and once more for the levels, or once where `BlockQuantized` does.
 
-    Memory: `bits` per value, and 32 bits for each channel of a block: 8.125 or 4.125 bits per value at blocks of 256.
+    Memory: `bits` per value, and 32 bits for each channel of a block: 8.125 or 4.125 bits per value at blocks of 256. Of bfloat16
+    arrays distances are kept in bfloat16, rounded up by 2^-7 at most: 8.0625 or 4.0625 bits.
 
     Args:
       bits: 4 or 8.
@@ -299,29 +319,32 @@ class RectifiedBlocks(OfBlocks):
         """The distance of levels: NaN where a value is not finite."""
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # a maximum may lose a NaN
         largest = jnp.max(in_shape(x, view.shape), view.axes, keepdims=True, initial=0).astype(jnp.float32)
-        return (self._distance(largest, x.dtype),)
+        return (self._distances(largest, x.dtype)[0],)
 
-    def _distance(self, largest: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    def _distances(self, largest: Float[Array, "..."], dtype: Any) -> tuple[Array, Array]:
+        """The distance of levels as it is kept, and one in float32 of levels that reach the largest value."""
         # CPUs treat subnormal numbers of float32 as zeros.
         least_positive = max(float(jnp.finfo(dtype).smallest_subnormal), _TINY)
         distance = jnp.maximum(largest / (2**self.bits - 1), 2 * least_positive)
-        return jnp.where(jnp.isfinite(largest), distance, jnp.nan)
+        distance = jnp.where(jnp.isfinite(largest), distance, jnp.nan)
+        return _kept(distance, _LARGEST_BFLOAT16 / (2**self.bits - 1.5), dtype), distance
 
     def levels(self, values: Float[Array, "..."], distance: Array) -> Float[Array, "..."]:
-        values = values.astype(jnp.float32)
+        values, distance = values.astype(jnp.float32), distance.astype(jnp.float32)
         scaled = values * jnp.where(distance > 0, 1 / distance, 0)
         # Written so that levels are right in a channel with a NaN or an infinity, too.
         positive = jnp.where(scaled > 1, jnp.minimum(jnp.ceil(scaled), 2**self.bits - 1), 1)
         return jnp.where(values > 0, positive, 0)
 
     def value(self, levels: UInt[Array, "..."], distance: Array, *, dtype: Any) -> Float[Array, "..."]:
-        return (jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance).astype(dtype)
+        return (jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance.astype(jnp.float32)).astype(dtype)
 
     def ranges_in_kernel(self, dtype: Any, interpret: bool, largest: Array) -> Any:
-        distance = self._distance(jnp.maximum(largest, 0), dtype)
+        kept, distance = self._distances(jnp.maximum(largest, 0), dtype)
+        wide = kept.astype(jnp.float32)
         # A little less than the inverse, so that the largest value gets the last level.
-        factor = kernels.reciprocal(distance, interpret=interpret) * (1 - 2.0**-21)
-        return (distance,), (jnp.where(distance > 0, factor, _TINY),)
+        factor = kernels.reciprocal(jnp.where(distance > wide, distance, wide), interpret=interpret) * (1 - 2.0**-21)
+        return (kept,), (jnp.where(wide > 0, factor, _TINY),)
 
     def levels_in_kernel(self, interpret: bool, values: Array, factor: Array) -> Array:
         return block_kernel.rounded_up(values, factor, interpret=interpret)
