@@ -87,6 +87,7 @@ class ArrayCodecs:
       reads_gradients: whether the backward pass finds the arrays that are multiplied into gradients, and calls `collector`.
       in_iterations: whether loops may encode in each iteration: not where each array of a call has something of its own.
       keeps_fine: whether arrays that have to be fine are not encoded.
+      keeps_chains: whether outputs of residual blocks may be recomputed, one from the other.
       keeps_images: whether inputs of few channels that a convolution reads are not encoded.
       flops_of_coding: see `costs.flops_of_coding`; 0 where the user has chosen the codec. A product that takes fewer FLOPs for
         each byte of its result is rather repeated.
@@ -96,6 +97,7 @@ class ArrayCodecs:
     in_iterations = True
     keeps_fine = False
     keeps_images = False
+    keeps_chains = False
     flops_of_coding = 0
 
     def __init__(self, codec: Any):
@@ -176,6 +178,7 @@ class _ByBits(ArrayCodecs):
         self._bits, self.name = bits, "PositionQuantized"
         self.in_iterations = not isinstance(given, ArrayBits | BitsRecorder) and getattr(given, "scales", None) is None
         self.keeps_fine = _FINE * bits > CODED[0]
+        self.keeps_chains = given is None and bits == 8
         self.flops_of_coding = flops_of_coding(traced_device().platform)
 
     def each(self, roles: Sequence[Role]) -> list[Any]:

@@ -150,7 +150,7 @@ class Derivative:
                 stored |= {mask: Stored(codec.nonzero, code, waits(codec)) for mask in masks_of_code}
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
-        restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised)
+        restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised, keep.chained)
         run = functools.partial(run_late, pullback, cotangents, restored)
         if not codecs.reads_gradients:
             return run(), None

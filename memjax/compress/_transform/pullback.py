@@ -65,22 +65,32 @@ def run_late(
         see(eqn, env)
         operands = read(env | in_memory if in_memory else env, eqn.invars)
         env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-        for atom in in_memory:
-            made = [out for other in program.flow.consumers[atom] if _reads_memory(other) for out in other.outvars]
+        for atom in filter(restored.is_in_memory, variables(eqn.invars)):
+            readers = list(filter(_reads_memory, program.flow.consumers[atom]))
+            made = [out for reader in readers for out in reader.outvars]
             if all(out in env for out in made):
-                finish(made, next(var for var in variables(eqn.invars) if var in late))
+                finish([*made, *dict.fromkeys(map(cotangent_of, readers))])
 
-    def finish(made, cotangent):
-        """Let the backward pass go on from this cotangent when all is made that a decoded array is in memory for.
+    def finish(vars):
+        """Let the backward pass go on from these cotangents when these gradients are made, all for which an array is decoded to
+        memory.
 
-        A compiler would put that off, since the array is large, and the cotangents that it takes stay until then.
+        A compiler would put them off, since the array is large, and the cotangents that they take stay until then.
         """
-        values, env[cotangent] = joint_barrier((read(env, made), env[cotangent]))
-        env.update(zip(made, values, strict=True))
+        env.update(zip(vars, joint_barrier(read(env, vars)), strict=True))
+
+    def cotangent_of(eqn):
+        return next((var for var in variables(eqn.invars) if var in late), None)
+
+    def waits_for_gradients(eqn, cotangent):
+        """Whether `finish` is called with the cotangent, and the equation makes the next one of it."""
+        others = [other for other in program.flow.consumers[cotangent] if other is not eqn and _reads_memory(other)]
+        makes_gradient = lambda eqn: any(map(restored.is_in_memory, variables(eqn.invars)))
+        return _reads_memory(eqn) and not makes_gradient(eqn) and any(map(makes_gradient, others))
 
     for eqn in program.eqns:
-        cotangent = next((var for var in variables(eqn.invars) if var in late), None)
-        if cotangent is None:
+        cotangent = cotangent_of(eqn)
+        if cotangent is None or waits_for_gradients(eqn, cotangent):  # it runs when its result is read
             continue
 
         def waiting(code, cotangent=cotangent):
@@ -132,6 +142,8 @@ class Restored:
     Args:
       nonzero: for each mask the variable that is zero where the mask is false.
       normalised: variables that statistics are recomputed from.
+      chained: variables that are recomputed from others by themselves: what they are decoded from is decoded anew when it is
+        read again, for a compiler would keep it.
 
     Attributes:
       values: of those variables that are known by now.
@@ -145,9 +157,10 @@ class Restored:
         kept: dict[Any, Any],
         codes: dict[Any, Stored],
         normalised: Set[Any] = frozenset(),
+        chained: Set[Any] = frozenset(),
     ):
         self._producer, self._nonzero, self.values, self._codes = producer, nonzero, kept, codes
-        self._normalised = normalised
+        self._normalised, self._chained, self._kept = normalised, chained, dict(kept)
         self.new: set[Any] = set()
         self._in_memory: dict[Any, Any] = {}
 
@@ -162,6 +175,8 @@ class Restored:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], wait)
                 self.values[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
+            elif atom in self._chained:
+                self._follow_chain(atom, wait)
             else:
                 eqn = self._producer[atom]
                 is_expensive = expensive(eqn)
@@ -175,6 +190,18 @@ class Restored:
                     self.values.setdefault(var, out)
             self.new.add(atom)
         return self.values[atom]
+
+    def is_in_memory(self, atom: Any) -> bool:
+        """Whether a value is decoded, or recomputed in a chain, to memory for equations that read it there."""
+        return atom in self._chained or (atom in self._codes and self._codes[atom].to_memory is not None)
+
+    def _follow_chain(self, atom: Any, wait: _Wait) -> None:
+        """Recompute `atom`, and of those that it is computed from what is not there yet."""
+        there = {var: self.values[var] for var in self._chained if var in self.values}
+        rest = self._chained - {atom}
+        own = Restored(self._producer, self._nonzero, self._kept | there, self._codes, self._normalised, rest)
+        own.value(atom, wait)
+        self.values |= {var: own.values[var] for var in self._chained if var in own.values}
 
     def in_memory(self, atom: Any, wait: _Wait) -> Any:
         """The value of a variable for an equation whose operands must be in memory. None if it has no decoder for this: then use

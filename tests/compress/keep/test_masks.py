@@ -87,20 +87,22 @@ def test_masks_follow_from_codes_of_what_convolutions_read(options, dtype):
     assert 0.3 < np.mean(got[0] == 0) < 0.7
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_residual_network_keeps_no_mask_of_a_block(bits):
-    def blocks(params, x):
-        for layer in params:
-            y = jax.nn.relu(batch_norm(conv(x, layer["w"]), layer["scale"], layer["bias"]))
-            x = jax.nn.relu(x + batch_norm(conv(y, layer["w"]), layer["scale"], layer["bias"]))
-        return x
+def _blocks(params, x):
+    for layer in params:
+        y = jax.nn.relu(batch_norm(conv(x, layer["w"]), layer["scale"], layer["bias"]))
+        x = jax.nn.relu(x + batch_norm(conv(y, layer["w"]), layer["scale"], layer["bias"]))
+    return x
 
-    wrapped = compressed(blocks, bits=bits)
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_residual_network_keeps_no_mask_of_a_block_whose_output_is_encoded(bits):
+    wrapped = compressed(_blocks, bits=bits)
     kept = lambda layers: kept_bytes(loss_of(wrapped), parameters(layers), images())
-    # Both norms' inputs, the block's output and the mask of the other ReLU.
-    assert SIZE * (3 * bits / 8 + 1 / 8) < (kept(4) - kept(2)) / 2 < SIZE * (3 * bits / 8 + 1.99 / 8)
+    # Both norms' inputs, the block's output and the mask of the other ReLU. With 8 bits one of two outputs is recomputed.
+    less = (bits - 1) / 8 / 2 if bits == 8 else 0
+    assert SIZE * (3 * bits / 8 + 1 / 8 - less) < (kept(4) - kept(2)) / 2 < SIZE * (3 * bits / 8 + 1.99 / 8 - less)
     gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(2), images())
-    assert max(errors(gradient(wrapped), gradient(blocks))) < (0.006 if bits == 8 else 0.1)
+    assert max(errors(gradient(wrapped), gradient(_blocks))) < (0.006 if bits == 8 else 0.1)
 
 
 def test_a_norm_may_read_the_relu():

@@ -62,13 +62,17 @@ def test_gradients_of_an_array_are_made_before_the_backward_pass_goes_on(with_ke
     weights = [(normal(3, 3, 64, 64, seed=i) / 24).astype(jnp.bfloat16) for i in range(3)]
     with_kernels()
     jaxpr = jax.make_jaxpr(jax.grad(memjax.compressed(network)))(weights, normal(4, 16, 16, 64, dtype=jnp.bfloat16))
-    products = {out for eqn in jaxpr.jaxpr.eqns if eqn.primitive is lax.conv_general_dilated_p for out in eqn.outvars}
-    waiting = [
-        sum(atom in products for atom in eqn.invars if isinstance(atom, jax.extend.core.Var))
-        for eqn in jaxpr.jaxpr.eqns
-        if eqn.primitive is lax.optimization_barrier_p
-    ]
-    assert [count for count in waiting if count > 1] == [2]  # both gradients, and the last one's cotangent
+    convolutions = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive is lax.conv_general_dilated_p]
+    products = {eqn.outvars[0] for eqn in convolutions}
+    is_product = lambda atom: isinstance(atom, jax.extend.core.Var) and atom in products
+    barriers = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive is lax.optimization_barrier_p]
+    [waiting] = [eqn for eqn in barriers if sum(map(is_product, eqn.invars)) > 1]
+    gradients = [atom for atom in waiting.invars if is_product(atom)]
+    assert [atom.aval.shape for atom in gradients] == [(3, 3, 64, 64)] * 2
+    # Both go on from their cotangents afterwards.
+    assert (
+        sum(not waiting_for.isdisjoint(eqn.invars) for waiting_for in [{*waiting.outvars}] for eqn in convolutions) == 2
+    )
 
 
 class _Norms(nn.Module):

@@ -13,6 +13,8 @@ So large residuals are traced back to where they come from:
                                 codec of what convolutions read does; or else kept bit by bit
     a ReLU of a norm            recomputed from what the norm reads, decoded, its mask          needs.py
                                 kept; but encoded if codecs keep the zeros of all arrays
+    outputs of residual blocks  of every few one is encoded; with 8 bits the others are         here
+                                recomputed from what the blocks' norms read, masks kept
     floats that must be exact   kept, or recomputed from what is exact: the fewest bytes        needs.py, costs.py
     other floats                recomputed from decoded arrays, those that take the fewest      costs.py
                                 bytes, each decoded once
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.compat import scope
 from memjax._core.program.dataflow import is_literal, made_by, read_by
 from memjax._core.program.jaxpr import Program, nbytes
+from memjax._core.program.primitives import expensive
 from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.costs import (
@@ -46,11 +49,13 @@ from memjax.compress._transform.keep.costs import (
     recompute_linear,
     recompute_rounded,
 )
-from memjax.compress._transform.keep.needs import Need, follows_from_rows, is_rectifier, is_statistic
+from memjax.compress._transform.keep.needs import Need, follows_from_rows, is_rectifier, is_smooth, is_statistic
 from memjax.compress._transform.keep.origins import (
+    MANY,
     Origins,
     Parameters,
     Scale,
+    back_from,
     integer_sources,
     is_kept_by_loop,
     masks_of_nonzero,
@@ -73,6 +78,7 @@ class Keep:
       nonzero: for each mask that is recomputed, the variable in `encoded` that is not zero where the mask is true.
       origins: for each residual that is, or is a multiple of, a variable in `encoded`, that variable.
       computed: those in `encoded` that other residuals are computed from.
+      chained: outputs of residual blocks that are recomputed, one from the other.
       matched: whether the user's selection matched any residual, small or large.
       refused: variables that are not encoded because their codes would be larger.
       images: variables that are not encoded because they are images that a convolution reads.
@@ -88,6 +94,7 @@ class Keep:
     nonzero: dict[Any, Any]
     origins: dict[Any, Any]
     computed: set[Any]
+    chained: set[Any]
     matched: bool
     refused: list[Any]
     images: list[Any]
@@ -117,6 +124,9 @@ def choose(
     candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
     there = {*kept_inputs, *origins.constants, *whole, *masks}
     encoded, kept = _cut(program, exact, rounded, there, candidates, codecs)
+    chained = _chained(encoded, {*there, *kept}, candidates, codecs)
+    if chained:
+        encoded, kept = _cut(program, exact, rounded, there, candidates, codecs, chained)
     for var in kept:
         (masks if var.aval.dtype == jnp.bool_ else whole)[var] = None
     roles = [candidates.role(var) for var in encoded]
@@ -144,6 +154,7 @@ def choose(
         outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
+        chained=chained.difference(encoded, whole),
         computed=_sources([var for var, end in ends.items() if end is None], program, given) & set(encoded),
         matched=any(which.matches(origins.uses(origins.path(var)), var.aval) for var in needed),
         refused=list(candidates.refused),
@@ -159,9 +170,10 @@ def _cut(
     available: set[Any],
     candidates: Candidates,
     codecs: ArrayCodecs,
+    chained: Set[Any] = frozenset(),
 ) -> tuple[list[Any], list[Any]]:
     """The fewest bytes from which `exact` and `rounded` follow: arrays to encode, in the order of the program, and to keep as
-    they are or as bits.
+    they are or as bits. Those in `chained` may be recomputed, too.
     """
     origins = candidates.origins
     price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
@@ -169,7 +181,9 @@ def _cut(
     available = available | {*kept}
     available |= _between(exact, program, available)
     recompute = (
-        recompute_linear(origins) if codecs.reads_gradients else recompute_rounded(program, origins, available, price)
+        recompute_linear(origins)
+        if codecs.reads_gradients
+        else recompute_rounded(program, origins, available, price, chained)
     )
     # Codes of ReLUs that keep zeros tell the masks, which would be kept beside.
     again = (lambda eqn: None if is_rectifier(eqn) else recompute(eqn)) if codecs.keeps_zeros else recompute
@@ -188,6 +202,45 @@ def _cut(
         else:
             kept.append(var)
     return sorted(encoded, key=lambda var: program.flow.place.get(var, -1)), kept
+
+
+_LONGEST = 3  # outputs that one pass computes: more took longer
+
+
+def _chained(encoded: Sequence[Any], available: Set[Any], candidates: Candidates, codecs: ArrayCodecs) -> set[Any]:
+    """Of `encoded`, outputs of residual blocks to recompute from what their last norms read, and from the outputs before them.
+
+    All that is decoded anyway. Masks of these outputs are kept in place of their codes. In a chain of them each is computed once,
+    for the last one, and stays until the backward pass gets there. A chain is at most so long that this takes no more memory
+    than the codes after it, which are not needed any more by then.
+    """
+    if not codecs.keeps_chains:
+        return set()
+    origins, lengths = candidates.origins, dict[Any, int]()
+    is_output = lambda var: candidates.role(var).by_channel and candidates.role(var).is_rectified
+    later = sum(candidates.kept_bytes(var) for var in encoded if not is_output(var))
+    for var in encoded:
+        if not is_output(var):
+            later -= candidates.kept_bytes(var)
+        elif (sources := _of_block(var, {*available, *encoded}, origins)) is not None:
+            length = 1 + max(lengths.get(source, 0) for source in sources)
+            if length <= _LONGEST and (length - 1) * nbytes(var.aval) <= later:
+                lengths[var] = length
+    return set(lengths)
+
+
+def _of_block(out: Any, given: Set[Any], origins: Origins) -> list[Any] | None:
+    """The arrays of `given` that `out`, the output of a ReLU, is a sum of, or of what is scaled and shifted; None for others."""
+    few = lambda var: var.aval.size * MANY <= out.aval.size
+    passed = lambda var, eqn: var is out or not (var in given or few(var) or expensive(eqn))
+    walked = [(var, eqn) for var, eqn in back_from([out], origins.producer, passed) if not few(var)]
+    rectifiers = [eqn for _, eqn in walked if eqn is not None and is_rectifier(eqn)]
+    others = [eqn for _, eqn in walked if eqn is not None and not is_rectifier(eqn)]
+    sources = [var for var, eqn in walked if eqn is None]
+    follows = (
+        len(rectifiers) == 1 and all(var in given for var in sources) and all(is_smooth(eqn, origins) for eqn in others)
+    )
+    return sources if follows else None
 
 
 def _sorted(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -229,15 +229,20 @@ def recompute_exactly(price: float) -> RecomputeCost:
     return cost
 
 
-def recompute_rounded(program: Program, origins: Origins, available: set[Any], price: float) -> RecomputeCost:
+def recompute_rounded(
+    program: Program, origins: Origins, available: set[Any], price: float, chained: Set[Any] = frozenset()
+) -> RecomputeCost:
     """What recomputing an equation costs, operands that do not follow from `available` being decoded; None where it would
-    multiply their errors.
+    multiply their errors, or is a ReLU of several arrays whose output is not in `chained`.
     """
+    rectified = {source for var in chained for source in origins.path(var, exact=True)}
+
     exactly, exact = recompute_exactly(price), program.flow.following(available, lambda eqn: not expensive(eqn))
 
     def cost(eqn: Any) -> int | None:
         is_exact = exact.issuperset(variables(eqn.invars))
-        return exactly(eqn) if is_exact or is_smooth(eqn, origins) else None
+        may_be = is_exact or not rectified.isdisjoint(eqn.outvars) or is_smooth(eqn, origins)
+        return exactly(eqn) if may_be else None
 
     return cost
 
