@@ -70,7 +70,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
 
 
-def _kept(distance: Float[Array, "..."], most: Any, dtype: Any) -> Float[Array, "..."]:
+def _kept(distance: Float[Array, "..."], most: Any, dtype: Any, *, by_xla: bool) -> Float[Array, "..."]:
     """A distance of levels of an array of this dtype, as it is kept: of bfloat16 in bfloat16, not rounded down.
 
     It is up to 2^-7 of itself larger then. It is `most` at most, so that no level is infinite.
@@ -78,7 +78,14 @@ def _kept(distance: Float[Array, "..."], most: Any, dtype: Any) -> Float[Array, 
     if dtype != jnp.bfloat16:
         return distance
     distance, most = distance * (1 + _UP), most * (1 - _UP)
-    return jnp.where(distance > most, most, distance).astype(dtype)  # a NaN stays
+    return _in_bfloat16(jnp.where(distance > most, most, distance), by_xla=by_xla)  # a NaN stays
+
+
+def _in_bfloat16(x: Float[Array, "..."], *, by_xla: bool) -> Float[Array, "..."]:
+    """Rounded, also for what is computed from it: XLA leaves out a conversion to bfloat16 and back. Triton does not, and has no
+    `reduce_precision`.
+    """
+    return (lax.reduce_precision(x, 8, 7) if by_xla else x).astype(jnp.bfloat16)
 
 
 class OfBlocks(FixedRate):
@@ -230,19 +237,21 @@ class BlockQuantized(OfBlocks):
         low, high = (
             jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(in_shape(x, view.shape), view.axes)
         )
-        return self._between(low, high, x.dtype)[:2]
+        return self._between(low, high, x.dtype, by_xla=True)[:2]
 
-    def _between(self, low: Float[Array, "..."], high: Float[Array, "..."], dtype: Any) -> tuple[Array, Array, Array]:
+    def _between(
+        self, low: Float[Array, "..."], high: Float[Array, "..."], dtype: Any, *, by_xla: bool
+    ) -> tuple[Array, Array, Array]:
         """The middle of levels from `low` to `high` and their distance, NaN where an end is not finite, as they are kept for an
         array of this dtype. And, float32, the distance of levels that reach both ends: 2^-125 at least where the ends differ.
         """
         middle, half = self._middle_and_half(low, high)
         if dtype == jnp.bfloat16:
-            middle, exact = middle.astype(dtype), middle
+            middle, exact = _in_bfloat16(middle, by_xla=by_xla), middle
             half = half + jnp.abs(exact - middle.astype(jnp.float32))
         distance = half / self._centre
         most = (_LARGEST_BFLOAT16 - jnp.abs(middle.astype(jnp.float32))) * (1 / self._centre)
-        return middle, _kept(distance, most, dtype), distance
+        return middle, _kept(distance, most, dtype, by_xla=by_xla), distance
 
     def _middle_and_half(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
         """The middle of a range, and half of its width.
@@ -273,7 +282,7 @@ class BlockQuantized(OfBlocks):
         and by 1 / 16 at most where values are close together, for they are no closer than 2^-11 of their size. It takes few
         instructions.
         """
-        middle, kept, distance = self._between(low, high, dtype)
+        middle, kept, distance = self._between(low, high, dtype, by_xla=interpret)
         if dtype == jnp.float32:  # ranges may be small beside the values
             return (middle, kept), (middle, kept)
         # The largest range in levels that are not infinite: ends are beyond the outermost of them.
@@ -319,15 +328,15 @@ class RectifiedBlocks(OfBlocks):
         """The distance of levels: NaN where a value is not finite."""
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # a maximum may lose a NaN
         largest = jnp.max(in_shape(x, view.shape), view.axes, keepdims=True, initial=0).astype(jnp.float32)
-        return (self._distances(largest, x.dtype)[0],)
+        return (self._distances(largest, x.dtype, by_xla=True)[0],)
 
-    def _distances(self, largest: Float[Array, "..."], dtype: Any) -> tuple[Array, Array]:
+    def _distances(self, largest: Float[Array, "..."], dtype: Any, *, by_xla: bool) -> tuple[Array, Array]:
         """The distance of levels as it is kept, and one in float32 of levels that reach the largest value."""
         # CPUs treat subnormal numbers of float32 as zeros.
         least_positive = max(float(jnp.finfo(dtype).smallest_subnormal), _TINY)
         distance = jnp.maximum(largest / (2**self.bits - 1), 2 * least_positive)
         distance = jnp.where(jnp.isfinite(largest), distance, jnp.nan)
-        return _kept(distance, _LARGEST_BFLOAT16 / (2**self.bits - 1.5), dtype), distance
+        return _kept(distance, _LARGEST_BFLOAT16 / (2**self.bits - 1.5), dtype, by_xla=by_xla), distance
 
     def levels(self, values: Float[Array, "..."], distance: Array) -> Float[Array, "..."]:
         values, distance = values.astype(jnp.float32), distance.astype(jnp.float32)
@@ -340,7 +349,7 @@ class RectifiedBlocks(OfBlocks):
         return (jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance.astype(jnp.float32)).astype(dtype)
 
     def ranges_in_kernel(self, dtype: Any, interpret: bool, largest: Array) -> Any:
-        kept, distance = self._distances(jnp.maximum(largest, 0), dtype)
+        kept, distance = self._distances(jnp.maximum(largest, 0), dtype, by_xla=interpret)
         wide = kept.astype(jnp.float32)
         # A little less than the inverse, so that the largest value gets the last level.
         factor = kernels.reciprocal(jnp.where(distance > wide, distance, wide), interpret=interpret) * (1 - 2.0**-21)
