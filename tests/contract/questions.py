@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.contract.transforms import EXAMPLES, POSITIONS, WIDTH, Transform, examples, weights
+from tests.contract.transforms import EXAMPLES, POSITIONS, WIDTH, Transform, examples, total_of_losses, weights
 
 QUESTIONS: dict[str, Callable[[Transform], None]] = {}
 
@@ -66,13 +66,40 @@ def plain_answer(question: str, t: Transform, run: Any) -> Any:
     return _ANSWERS[question, t.plain]
 
 
+def of_all(question: str, run: Any) -> Any:
+    """`run()`, the answer to a question that brings a function of its own for all transforms."""
+    if question not in _ANSWERS:
+        _ANSWERS[question] = jax.device_get(run())
+    return _ANSWERS[question]
+
+
+def with_aux(f: Any) -> Any:
+    """What `gradient` gives, and the result of `f` beside the value."""
+
+    def total(w: Any, x: Any) -> Any:
+        y = f(nothing, w, x)
+        return jnp.sum(y.astype(_wide(y.dtype)) ** 2) / POSITIONS, y
+
+    return jax.value_and_grad(total, (0, 1), has_aux=True)
+
+
 @functools.cache
 def compiled_gradient(f: Any) -> Any:
-    return jax.jit(gradient(f))
+    """Of plain functions: what other questions expect follows from this one program, run several times."""
+    return jax.jit(with_aux(f))
+
+
+def plainly(f: Any, w: Any, x: Any) -> Any:
+    (total, _), grads = compiled_gradient(f)(w, x)
+    return jax.device_get((total, grads))
 
 
 def expected(t: Transform) -> Any:
-    return plain_answer("jit", t, lambda f: compiled_gradient(f)(weights(), examples()))
+    return plain_answer("jit", t, lambda f: plainly(f, weights(), examples()))
+
+
+def in_groups(x: Any) -> Any:
+    return x.reshape(4, EXAMPLES // 4, POSITIONS, WIDTH)
 
 
 def mesh(kind: Any = AxisType.Auto, shape: tuple[int, ...] = (8,), names: tuple[str, ...] = ("d",)) -> Any:
@@ -85,17 +112,13 @@ def placed(of: Any, w: Any, x: Any, of_w: P, of_x: P) -> Any:
 
 @ask("jit, transfer_guard, donated arguments, has_aux")
 def _(t: Transform) -> None:
-    def with_aux(w: Any, x: Any) -> Any:
-        y = t.ours(nothing, w, x)
-        return jnp.sum(y.astype(jnp.float32) ** 2) / POSITIONS, y
-
     args = weights() + 0, examples() + 0
     with jax.transfer_guard("disallow"):
-        step = jax.jit(jax.value_and_grad(with_aux, (0, 1), has_aux=True), donate_argnums=(0, 1))
+        step = jax.jit(with_aux(t.ours), donate_argnums=(0, 1))
         (total, aux), grads = step(*args)
     assert all(a.is_deleted() for a in args)
     close(t, (total, grads), expected(t))
-    close(t, aux, plain_answer("aux", t, lambda f: jax.jit(functools.partial(f, nothing))(weights(), examples())))
+    close(t, aux, plain_answer("aux", t, lambda f: compiled_gradient(f)(weights(), examples())[0][1]))
     exact = expected(t)[1][0]
     if t.encodes:
         assert np.linalg.norm(grads[0] - exact) > 1e-5 * np.linalg.norm(exact)
@@ -103,10 +126,10 @@ def _(t: Transform) -> None:
 
 @ask("vmap")
 def _(t: Transform) -> None:
-    w, x = weights(), examples().reshape(4, EXAMPLES // 4, POSITIONS, WIDTH)
+    w, x = weights(), in_groups(examples())
     ws = jnp.stack([w, 0.9 * w, 0.8 * w, 0.7 * w])
-    run = lambda f: jax.jit(jax.vmap(gradient(f)))(ws, x)
-    close(t, run(t.ours), plain_answer("vmap", t, run))
+    each = lambda f: jax.tree.map(lambda *a: np.stack(a), *(plainly(f, *args) for args in zip(ws, x, strict=True)))
+    close(t, jax.jit(jax.vmap(gradient(t.ours)))(ws, x), plain_answer("vmap", t, each))
 
 
 def each_example(f: Any) -> Any:
@@ -169,8 +192,13 @@ def _(t: Transform) -> None:
 @ask("shard_map, some axes manual")
 def _(t: Transform) -> None:
     of = mesh(shape=(4, 2), names=("d", "t"))
-    run = lambda f: on_devices(f, nothing, of, within=False, axis_names={"d"})(weights(), examples())
-    close(t, run(t.ours), plain_answer("some axes manual", t, run))
+    found = on_devices(t.ours, nothing, of, within=False, axis_names={"d"})(weights(), examples())
+
+    def each(f: Any) -> Any:
+        of_w, of_x = zip(*(plainly(f, weights(), x)[1] for x in in_groups(examples())), strict=True)
+        return sum(of_w), np.concatenate(of_x)
+
+    close(t, found, plain_answer("some axes manual", t, each))
 
 
 def _on_mesh(t: Transform, kind: Any, of_w: P, of_x: P) -> None:
@@ -212,8 +240,14 @@ def _(t: Transform) -> None:
     parameters = 2 * w.nbytes  # the sum of gradients over devices
     assert nbytes(many) <= 1.1 * nbytes(one) + parameters
     assert flops(many) <= 1.1 * flops(one) + 4 * w.size
-    plain = plain_answer("eight times the examples", t, lambda f: jax.jit(gradient(f))(w, x))
-    close(t, jax.device_get(many(*args)), plain)
+
+    def plain(f: Any) -> Any:
+        if f is total_of_losses:  # a single result, of which the value is the square
+            return plainly(f, w, x)
+        total, (of_w, of_x) = expected(t)
+        return 8 * total, (8 * of_w, np.tile(of_x, (8, 1, 1)))
+
+    close(t, jax.device_get(many(*args)), plain_answer("eight times the examples", t, plain))
 
 
 @ask("second derivatives")
@@ -234,18 +268,29 @@ def _(t: Transform) -> None:
 
 @ask("within a loop, jax.checkpoint and a branch")
 def _(t: Transform) -> None:
-    def run(f: Any) -> Any:
-        def turn(total: Any, scale: Any, w: Any, x: Any) -> Any:
-            one = jax.checkpoint(lambda w, x: value(f, nothing, w, scale * x))
-            return total + jax.lax.cond(total > 1e9, lambda: total, lambda: jnp.log1p(one(w, x))), None
+    scales = 0.5, 1.0
 
-        def total(w: Any, x: Any) -> Any:
-            turns = lambda total, scale: turn(total, scale, w, x)
-            return jax.lax.scan(turns, jnp.float32(0), jnp.array([0.5, 1.0]))[0]
+    def turn(total: Any, scale: Any, w: Any, x: Any) -> Any:
+        one = jax.checkpoint(lambda w, x: value(t.ours, nothing, w, scale * x))
+        return total + jax.lax.cond(total > 1e9, lambda: total, lambda: jnp.log1p(one(w, x))), None
 
-        return jax.jit(jax.value_and_grad(total, (0, 1)))(weights(), examples())
+    def total(w: Any, x: Any) -> Any:
+        turns = lambda total, scale: turn(total, scale, w, x)
+        return jax.lax.scan(turns, jnp.float32(0), jnp.array(scales))[0]
 
-    close(t, run(t.ours), plain_answer("within a loop", t, run), rounding=1e-4)
+    def by_hand(f: Any) -> Any:
+        one, (of_w, of_x) = 0, (0, 0)
+        for scale in scales:
+            total, grads = plainly(f, weights(), scale * examples())
+            one, of_w, of_x = (
+                one + np.log1p(total),
+                of_w + grads[0] / (1 + total),
+                of_x + scale * grads[1] / (1 + total),
+            )
+        return one, (of_w, of_x)
+
+    found = jax.jit(jax.value_and_grad(total, (0, 1)))(weights(), examples())
+    close(t, found, plain_answer("within a loop", t, by_hand), rounding=1e-4)
 
 
 @ask("closed-over keys and integers, debug_nans")
@@ -280,14 +325,16 @@ def _(t: Transform) -> None:
             self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(jnp.mean(h, (0, 1)))
             return x + h
 
-    results = []
     call = lambda model, x: model(x)
-    for f in (t.wrap(call), call):
+
+    def run(f: Any) -> Any:
         model = Model()
-        step = nnx.jit(nnx.value_and_grad(lambda model, x, f=f: jnp.sum(f(model, x) ** 2)))
-        results.append((step(model, examples()), nnx.state(model)))
+        step = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(f(model, x) ** 2)))
+        found = step(model, examples()), nnx.state(model)
         assert model.calls[...] == 1
-    close(t, *results)
+        return found
+
+    close(t, run(t.wrap(call)), of_all("module", lambda: run(call)))
 
 
 @ask("arguments that are keys, integers, None")
@@ -302,7 +349,7 @@ def _(t: Transform) -> None:
         return jax.jit(jax.grad(total, (0, 1)))(w, x, (jax.random.key(3), jnp.int32(1), None))
 
     w, x = weights()[0], examples()[0]
-    close(t, run(t.wrap(f)), run(f))
+    close(t, run(t.wrap(f)), of_all("arguments", lambda: run(f)))
 
 
 @ask("no examples")
@@ -328,7 +375,7 @@ def _narrow(t: Transform, dtype: Any) -> None:
     wide = [a.astype(jnp.float32) for a in args]
     run = lambda f: jax.jit(gradient(f))(*args)
     found, plain = run(t.ours), plain_answer(f"{dtype}", t, run)
-    exact = plain_answer(f"exact {dtype}", t, lambda f: compiled_gradient(f)(*wide))
+    exact = plain_answer(f"exact {dtype}", t, lambda f: plainly(f, *wide))
     assert all(a.dtype == dtype for a in found[1])
     wrong = lambda a, b: np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
     for a, b, c in zip(*map(jax.tree.leaves, (found, plain, exact)), strict=True):
@@ -364,7 +411,7 @@ def _(t: Transform) -> None:
 def _(t: Transform) -> None:
     pickled = cloudpickle.loads(cloudpickle.dumps(t.wrap(lambda x: jnp.tanh(jnp.sin(x)))))
     run = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(examples())
-    close(t, run(pickled), run(lambda x: jnp.tanh(jnp.sin(x))))
+    close(t, run(pickled), of_all("pickled", lambda: run(lambda x: jnp.tanh(jnp.sin(x)))))
 
 
 @ask("threads")
