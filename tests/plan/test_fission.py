@@ -244,18 +244,21 @@ def equal(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, wanted)
 
 
-@pytest.mark.parametrize("f", [recurrent_policy, functools.partial(one_loop, reverse=True)])
-def test_gradients_of_plans_in_chunks(as_on_a_gpu, f):
+def has_one_product_a_turn(jaxpr):
+    """In each loop over steps."""
+    return {sum(eqn.primitive.name == "dot_general" for eqn in body.eqns) for body in loops_of(jaxpr)} == {1}
+
+
+def test_gradients_of_plans_in_chunks(as_on_a_gpu):
     """Exact in float64, with a last chunk that is shorter. Each loop over steps has one product a turn, in both passes."""
-    args = parameters(), *data(300, 4)
+    f, args = functools.partial(one_loop, reverse=True), (parameters(), *data(300, 4))
     plain = jax.jit(jax.value_and_grad(f))
     plan = memjax.plan(f, *args, budget=memjax.measure(plain, *args).temp_bytes // 6, allow=ALLOW)
     [chunks] = plan.tiled
     assert "a loop over time" in chunks.what
     step = jax.value_and_grad(memjax.planned(f, plan=plan))
     equal(jax.jit(step)(*args), plain(*args))
-    loops = loops_of(jax.make_jaxpr(step)(*args).jaxpr)
-    assert {sum(eqn.primitive.name == "dot_general" for eqn in body.eqns) for body in loops} == {1}
+    assert has_one_product_a_turn(jax.make_jaxpr(step)(*args).jaxpr)
 
 
 def test_gradients_of_steps_in_chunks(as_on_a_gpu):
@@ -267,3 +270,4 @@ def test_gradients_of_steps_in_chunks(as_on_a_gpu):
     step = memjax.jit(jax.value_and_grad(f), budget=beside + measured.temp_bytes // 4, allow=ALLOW)
     assert "a loop over time" in str(step.plan(*args))
     equal(step(*args), plain(*args))
+    assert has_one_product_a_turn(step.trace(*args).jaxpr.jaxpr)
