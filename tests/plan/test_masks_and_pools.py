@@ -118,7 +118,7 @@ def test_a_training_step_with_a_pool_holds_less():
 
 # Masks.
 
-ROWS, HIDDEN, LAYERS = 1024, 128, 4
+ROWS, HIDDEN, LAYERS = 1024, 128, 3
 
 
 def layers(dtype=jnp.float32):

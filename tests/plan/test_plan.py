@@ -37,7 +37,7 @@ def temp(f, *args):
 
 
 CASES = {
-    "layers": lambda: (unrolled_loss, *arguments()),
+    "layers": lambda: (unrolled_loss, *arguments(3)),
     "scan": lambda: (scanned_loss, stacked(arguments()[0]), arguments()[1]),
     "resnet": lambda: (resnet_loss, resnet_parameters(), images()),
 }
@@ -49,8 +49,8 @@ def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(case
     least, fastest = (memjax.plan(loss, *args, budget=budget).tries[0].compiled for budget in ("min", "1GiB"))
     assert least < 0.6 * temp(loss, *args)
     peaks, times = [], []
-    for i in range(5):
-        budget = least + (fastest - least) * i // 4
+    for i in range(4):
+        budget = least + (fastest - least) * i // 3
         plan = memjax.plan(loss, *args, budget=budget)
         assert plan.compiled_nbytes <= budget
         assert len(plan.tries) <= 5

@@ -15,12 +15,9 @@ import memjax
 from memjax._attention.choice import causal_attention
 from tests.plan.networks import (
     LAYERS,
-    images,
     inputs,
     layer,
     parameters,
-    resnet_loss,
-    resnet_parameters,
     scanned_loss,
     stacked,
     unrolled_loss,
@@ -40,7 +37,7 @@ def check(f, *args, argnums=0, has_aux=False, planned=None):
 
 
 def test_unrolled_layers():
-    check(unrolled_loss, parameters(), inputs(), argnums=(0, 1))
+    check(unrolled_loss, parameters(layers=3), inputs(), argnums=(0, 1))
 
 
 @pytest.mark.parametrize("budget", ["min", "1GiB"])
@@ -190,7 +187,7 @@ def test_accumulation_over_micro_batches_and_donated_arguments():
 
     xs = inputs().reshape(4, 64, 32)
     planned = memjax.planned(unrolled_loss, budget="min")
-    close(step(planned)(parameters(), xs), step(unrolled_loss)(parameters(), xs))
+    close(*(step(f)(parameters(layers=2), xs) for f in (planned, unrolled_loss)))
 
 
 def test_derivatives_of_derivatives():
@@ -209,7 +206,7 @@ def test_gradients_of_another_result_than_the_loss():
         return unrolled_loss(params, x), jnp.sum(x @ params[0]["up"])
 
     planned = memjax.planned(f, budget="min")
-    second = lambda f: jax.jit(jax.grad(lambda *args: sum(f(*args))))(parameters(), inputs())
+    second = lambda f: jax.jit(jax.grad(lambda *args: sum(f(*args))))(parameters(layers=2), inputs())
     close(second(planned), second(f))
 
 
@@ -302,11 +299,10 @@ def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
 @pytest.mark.parametrize("network", ["unrolled", "scanned"])
 def test_a_plan_that_keeps_all_is_the_program_without_a_plan(network):
     """To the instruction, so that it takes the same bytes. JAX may add two sums of cotangents in the other order."""
-    losses = {"unrolled": unrolled_loss, "scanned": scanned_loss, "resnet": resnet_loss}
-    f, args = losses[network], (resnet_parameters(), images())
-    if network != "resnet":
-        params = parameters()
-        args = (params if network == "unrolled" else stacked(params), inputs())
+    params = parameters(layers=2)
+    f, args = (
+        (unrolled_loss, (params, inputs())) if network == "unrolled" else (scanned_loss, (stacked(params), inputs()))
+    )
     plan = dataclasses.replace(memjax.plan(f, *args, budget=10**9), stretches=())
 
     def instructions(loss):

@@ -281,7 +281,7 @@ def test_linen_and_nnx_models_as_they_are():
         plan = memjax.plan(loss, given, tokens, budget="min", allow=ALLOW)
         (tiled,) = plan.tiled
         assert f",{V}]" in tiled.what
-        assert plan.nbytes < memjax.plan(loss, given, tokens, budget="min").nbytes
+        assert plan.nbytes < 0.6 * B * T * V * 8  # less than all logits, which any plan without tiles holds
         run = lambda f: nnx.jit(grad(f))(given, tokens)  # noqa: B023
         close(run(memjax.planned(loss, plan=plan)), run(loss))
 
