@@ -59,27 +59,28 @@ def initial(dtype=float):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("length", "tile", "tile_of_pairs"), [(70, 14, 7), (74, 18, 9)])
 @pytest.mark.parametrize(
-    "f",
+    ("f", "length", "tile"),
     [
-        functools.partial(step, functools.partial(one_loop, reverse=True)),
-        functools.partial(step, two_loops, has_aux=True),
-        functools.partial(step, batch_first),
-        functools.partial(step, in_pieces),
-        functools.partial(step, normalized),
-        accumulated,
+        (functools.partial(step, functools.partial(one_loop, reverse=True)), 70, 14),
+        (functools.partial(step, two_loops, has_aux=True), 74, 18),
+        (functools.partial(step, batch_first), 70, 14),
+        # Two steps are a turn.
+        (functools.partial(step, in_pieces), 70, 7),
+        (functools.partial(step, in_pieces), 74, 9),
+        (functools.partial(step, normalized), 74, 18),
+        (accumulated, 70, 14),
+        (accumulated, 74, 18),
     ],
-    ids=["reverse", "two", "batch first", "pieces", "normalized", "accumulated"],
+    ids=lambda one: getattr(getattr(one, "args", [one])[0], "__name__", None),
 )
-def test_steps_are_those_of_the_whole(f, length, tile, tile_of_pairs):
+def test_steps_are_those_of_the_whole(f, length, tile):
     """Whether the number of steps can be divided by a number like a quarter of it, or not."""
     args = initial(), *data(length, batch=4)
     closed = jax.make_jaxpr(f)(*args)
     body = Body(closed, TileOn("cpu", chunks=4))
     [chunks] = body.tiled
-    pairs = "pieces" in str(f)  # of steps are a turn
-    assert (chunks.length, chunks.tile) == ((length // 2, tile_of_pairs) if pairs else (length, tile))
+    assert (chunks.length, chunks.tile) == (length // 2 if "pieces" in str(f) else length, tile)
     equal(jax.jit(lambda *args: body.evaluate(args, {}))(*jax.tree.leaves(args)), jax.tree.leaves(jax.jit(f)(*args)))
 
 

@@ -17,7 +17,7 @@ import memjax
 from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results
 from memjax._plan.solve import chain
-from tests.jit.steps import LAYERS, OPTIONS, STEPS, WIDTH, batch, held, loss, parameters, within
+from tests.jit.steps import OPTIONS, STEPS, WIDTH, batch, held, loss, parameters, within
 
 
 def copied(tree):
@@ -81,12 +81,6 @@ def test_many_derivatives_take_few_compilations_and_have_their_least(count):
         assert len(count) <= most
         assert plan.nbytes <= budget
     least = plans["min"].nbytes
-    assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
-
-
-def test_the_least_can_be_had():
-    step = STEPS["alternating updates"]()
-    least = memjax.jit(step.f, budget="min", **step.options).plan(*step.args).nbytes
     assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
 
 
@@ -194,7 +188,7 @@ def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.unused = nnx.Variable(jnp.arange(3.0))

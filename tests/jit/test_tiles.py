@@ -217,7 +217,7 @@ def test_a_tied_embedding_in_few_bits_and_dropout():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
-            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2)])
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)])
             self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 

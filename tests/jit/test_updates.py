@@ -126,7 +126,6 @@ def test_results_are_the_same(name, x64):
     [
         (compress.split_master, 4, ""),
         (compress.split_master, 4, "whole"),
-        (compress.stochastic_round, 8, "whole"),
         (compress.stochastic_round, 8, "of turns alone"),
     ],
 )

@@ -29,7 +29,7 @@ def temp(*arguments, **options):
 MODELS = {
     "mlp": lambda: cases.mlps(count=12, batch=1024),
     "convolution": lambda: cases.convolutions((8, 8, 16), size=32, batch=4),
-    "transformer": lambda: cases.transformers(count=3, width=64, length=64),
+    "transformer": lambda: cases.transformers(count=2, width=64, length=64),
 }
 
 

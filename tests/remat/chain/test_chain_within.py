@@ -68,7 +68,7 @@ def test_the_small_value_that_takes_long_is_kept_and_the_wide_one_is_not():
 
 
 def test_no_policy_for_all_blocks_computes_less_in_the_same_memory():
-    blocks, params, x = model(12)  # so that what is kept takes more than what one block works with
+    blocks, params, x = model(8)  # so that what is kept takes more than what one block works with
     policy = jax.checkpoint_policies.save_only_these_names("small")
     by_hand = compiled(plain, [jax.checkpoint(f, policy=policy) for f in blocks], params, x)
     found = compiled(chain, blocks, params, x, budget=temp(by_hand))
