@@ -23,10 +23,8 @@ def frozen_by_mask(trained):
     return optax.chain(optax.masked(trained, TRAINED), optax.masked(optax.set_to_zero(), is_frozen))
 
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # labels are masks to optax, one for each
     "codes in labels": (frozen_by_label(memjax.compressed(ADAMW)), frozen_by_label(ADAMW)),
-    "labels in codes": (memjax.compressed(frozen_by_label(ADAMW)), frozen_by_label(ADAMW)),
-    "codes in a mask": (frozen_by_mask(memjax.compressed(ADAMW)), frozen_by_mask(ADAMW)),
     "a mask in codes": (memjax.compressed(frozen_by_mask(ADAMW)), frozen_by_mask(ADAMW)),
 }
 
