@@ -231,7 +231,7 @@ def test_options_and_arguments_are_those_of_jax_jit():
 
     assert step.__name__ == "step"
     assert step.__doc__ == "Documented."
-    params = parameters()
+    params = parameters(2)
     given = copied(params)
     new, value = step(given, batch(), power=2, rate=0.1)
     assert given[0].is_deleted()
@@ -258,7 +258,7 @@ def test_a_method_is_bound_and_arrays_are_closed_over():
         def step(self, params):
             return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, self.x))
 
-    params = parameters()
+    params = parameters(2)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch()))
     close(Trainer().step(params), expected)
 

@@ -108,7 +108,7 @@ def test_gradients_are_those_of_the_whole(f):
 
 def test_little_is_there_at_once():
     """A sixteenth of the steps, and the state before each of the chunks."""
-    args = parameters(jnp.float32), *data(512, 16, jnp.float32)
+    args = parameters(jnp.float32), *data(256, 16, jnp.float32)
     options = memjax.remat_compiler_options("cpu")
     gradient = lambda f: jax.jit(jax.value_and_grad(f)).lower(*args).compile(options)
     nbytes = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
@@ -117,7 +117,7 @@ def test_little_is_there_at_once():
     plan = memjax.plan(one_loop, *args, budget=plain // 8, allow=ALLOW)
     [chunks] = plan.tiled
     assert "a loop over time" in chunks.what
-    assert chunks.length == 512 > chunks.tile
+    assert chunks.length == 256 > chunks.tile
     compiled = gradient(memjax.planned(one_loop, plan=Plan.from_json(plan.to_json())))
     assert nbytes(compiled) <= plain // 8
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), compiled(*args), whole(*args))

@@ -34,7 +34,7 @@ def changed(text, path, value):
     [(networks.unrolled_loss, "recompute"), (networks.scanned_loss, "compress")],
 )
 def test_a_changed_number_is_refused_or_changes_no_gradient(loss, allow):
-    params, x = networks.parameters(layers=3), networks.inputs()
+    params, x = networks.parameters(layers=2), networks.inputs()
     params = networks.stacked(params) if loss is networks.scanned_loss else params
     text = memjax.plan(loss, params, x, budget="min", allow=("recompute", allow)).to_json()
     expected = jax.device_get(jax.jit(jax.grad(loss))(params, x))

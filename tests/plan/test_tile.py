@@ -249,7 +249,7 @@ class Tied(nn.Module):
     def __call__(self, tokens):
         embed = nn.Embed(V, D, param_dtype=jnp.float64)
         x = embed(tokens)
-        x += nn.Dense(D, param_dtype=jnp.float64)(nn.gelu(nn.Dense(4 * D, param_dtype=jnp.float64)(x)))
+        x += nn.Dense(D, param_dtype=jnp.float64)(nn.gelu(x))
         return embed.attend(nn.RMSNorm(param_dtype=jnp.float64, force_float32_reductions=False)(x))
 
 
