@@ -139,7 +139,7 @@ def test_callbacks_stay_in_their_order():
         return jax.tree.map(lambda p, g: p - rate * g, params, gradients)
 
     args = parameters()[:2], batch()
-    jitted = memjax.jit(step, budget="min")
+    jitted = memjax.jit(step, budget="80%")
     assert not jitted.plan(*args).as_written
     close(jax.block_until_ready(jitted(*args)), jax.tree.map(lambda p, g: p - 0.5 * g, args[0], jax.grad(loss)(*args)))
     value, gradients = jax.value_and_grad(loss)(*args)
@@ -210,20 +210,19 @@ def test_nnx_objects_are_updated_in_place():
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     ours, theirs = made(), made()
-    probe = memjax.jit(step, budget="min", donate_argnums=(0, 1)).plan(*ours, batch())
-    budget = (probe.nbytes + probe.plain_nbytes) // 2
-    jitted, plain = memjax.jit(step, budget=budget, donate_argnums=(0, 1)), nnx.jit(step)
+    jitted, plain = memjax.jit(step, budget="80%", donate_argnums=(0, 1)), nnx.jit(step)
     for _ in range(3):
         close(jitted(*ours, batch()), plain(*theirs, batch()))
     no_keys = nnx.Not(nnx.RngState)
     close(nnx.state(ours, no_keys), nnx.state(theirs, no_keys))
     assert ours[0].dropout.rngs.count[...] == 3
     np.testing.assert_array_equal(ours[0].unused[...], jnp.arange(3.0))  # donated, and there still
-    assert held(jitted.lower(*ours, batch()).compile(OPTIONS)) == jitted.plan(*ours, batch()).nbytes <= budget
+    plan = jitted.plan(*ours, batch())
+    assert held(jitted.lower(*ours, batch()).compile(OPTIONS)) == plan.nbytes <= 0.8 * plan.plain_nbytes
 
 
 def test_options_and_arguments_are_those_of_jax_jit():
-    @memjax.jit(budget="min", static_argnames="power", donate_argnames="params")
+    @memjax.jit(budget="80%", static_argnames="power", donate_argnames="params")
     def step(params, x, *, power=1, **others):
         """Documented."""
         value, gradients = jax.value_and_grad(lambda p: loss(p, x) ** power)(params)
@@ -254,7 +253,7 @@ def test_a_method_is_bound_and_arrays_are_closed_over():
         rate = 0.1
         x = batch()
 
-        @memjax.jit(budget="min", static_argnums=0)
+        @memjax.jit(budget="80%", static_argnums=0)
         def step(self, params):
             return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, self.x))
 

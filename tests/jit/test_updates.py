@@ -195,14 +195,15 @@ def test_a_plan_moves_them_and_runs_layers_again():
     with jax.enable_x64(True):
         args = begin(tx, jnp.float64)
         plain = jax.jit(step_of(tx))(*args)
-        step = memjax.jit(step_of(tx), budget="min", donate_argnums=(0, 1))
+        stacked = 8 * sum(leaf.size for leaf in jax.tree.leaves(args[0]["layers"]))
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
+        # Less than arguments and gradients.
+        step = memjax.jit(step_of(tx), budget=held + stacked - 1, donate_argnums=(0, 1))
         plan = step.plan(*args)
         assert plan.updates_in_loops
         assert StepPlan.from_json(plan.to_json()) == plan
         close(plain, step(*copied(args)), rtol=1e-12, atol=1e-14)
-        stacked = 8 * sum(leaf.size for leaf in jax.tree.leaves(args[0]["layers"]))
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
-        assert plan.nbytes < held + stacked  # less than arguments and gradients
+        assert plan.nbytes < held + stacked
         again = memjax.jit(step_of(tx), plan=plan, donate_argnums=(0, 1))
         close(plain, again(*copied(args)), rtol=1e-12, atol=1e-14)
         clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
@@ -214,12 +215,13 @@ def test_a_plan_takes_the_derivative_twice(x64):
     tx, options = STEPS["clipped by norm"]
     args, f = begin(tx, jnp.float64), step_of(tx, **options)
     wanted = jax.jit(f)(*args)
-    step = memjax.jit(f, budget="min", allow=("recompute", "two_passes"), donate_argnums=(0, 1))
+    stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]["layers"]))
+    budget = memjax.jit(f, donate_argnums=(0, 1)).plan(*args).nbytes - stacked - 1
+    step = memjax.jit(f, budget=budget, allow=("recompute", "two_passes"), donate_argnums=(0, 1))
     plan = step.plan(*args)
     assert plan.two_passes
     assert not plan.notes
     assert "the derivative is taken twice" in str(plan)
-    stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]["layers"]))
     assert plan.nbytes < plan.plain_nbytes - stacked
     close(wanted, step(*copied(args)), rtol=1e-12, atol=1e-14)
     again = memjax.jit(f, plan=StepPlan.from_json(plan.to_json()), donate_argnums=(0, 1))
@@ -251,7 +253,7 @@ def notes_of(tx, donated=(0, 1), **options):
 def test_what_keeps_gradients_is_said():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     args = begin(clipped, jnp.float32)
-    plan = memjax.jit(step_of(clipped), budget="min", donate_argnums=(0, 1)).plan(*args)
+    plan = memjax.jit(step_of(clipped), budget="90%", donate_argnums=(0, 1)).plan(*args)
     assert not plan.updates_in_loops
     assert "of gradients: reduce_sum" in str(plan)
     note = notes_of(optax.apply_if_finite(optax.sgd(0.1), 3))

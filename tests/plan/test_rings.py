@@ -47,7 +47,7 @@ def arguments(mesh, tokens):
 
 def notes(layer, mesh, tokens):
     loss = loss_with(layer)
-    step = memjax.jit(jax.value_and_grad(loss), budget="min", allow=("recompute",))
+    step = memjax.jit(jax.value_and_grad(loss), budget="75%", allow=("recompute",))
     with jax.set_mesh(mesh):
         plan = step.plan(*arguments(mesh, tokens))
     return [note for note in plan.notes if note.startswith("ring")]

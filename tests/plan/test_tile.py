@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 B, T, D, V = 4, 320, 8, 512
 ALLOW = ("recompute", "tile")
+# Less than all logits, which any plan without tiles holds. To look for the least takes several times as long.
+FEW = 6 * B * T * V * 8 // 10
 
 
 def data(dtype=jnp.float64):
@@ -92,7 +94,7 @@ def close(a, b, tolerance=1e-10):
 @functools.cache
 def tiled_plan(loss):
     w, x, y = data()
-    return memjax.plan(loss, w, x, y, budget="min", allow=ALLOW, argnums=(0, 1))
+    return memjax.plan(loss, w, x, y, budget=FEW, allow=ALLOW, argnums=(0, 1))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -103,7 +105,7 @@ def test_losses_as_people_write_them_never_have_all_logits(loss):
     assert tiled.tile < tiled.length
     found, wanted = (compiled(jax.value_and_grad(f, (0, 1)), w, x, y) for f in (memjax.planned(loss, plan=plan), loss))
     close(found(w, x, y), wanted(w, x, y))
-    assert temp(found) == plan.compiled_nbytes < 0.6 * B * T * V * 8 < temp(wanted)
+    assert temp(found) == plan.compiled_nbytes <= FEW < temp(wanted)
 
 
 def test_labels_of_few_bits_pick_one_of_more_columns_than_they_count():
@@ -182,7 +184,7 @@ def test_results_beside_the_loss_and_their_gradients():
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         return losses.mean(), {"right": (logits.argmax(-1) == y).mean(), "worst": losses.max()}
 
-    plan = memjax.plan(with_metrics, w, x, y, budget="min", allow=ALLOW)
+    plan = memjax.plan(with_metrics, w, x, y, budget=FEW, allow=ALLOW)
     step = jax.jit(jax.value_and_grad(memjax.planned(with_metrics, plan=plan), has_aux=True))
     close(step(w, x, y), jax.jit(jax.value_and_grad(with_metrics, has_aux=True))(w, x, y))
 
@@ -210,7 +212,7 @@ def test_products_of_16_bit_floats_are_added_up_in_float32():
         return optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), y).mean()
 
     exact = np.asarray(jax.jit(jax.grad(loss))(*(a.astype(jnp.float32) for a in half), y))
-    plan = memjax.plan(loss, *half, y, budget="min", allow=ALLOW)
+    plan = memjax.plan(loss, *half, y, budget=FEW // 2, allow=ALLOW)
     assert plan.tiled
     found = jax.jit(jax.grad(memjax.planned(loss, plan=plan)))(*half, y)
     plain = jax.jit(jax.grad(loss))(*half, y)
@@ -231,7 +233,7 @@ def test_a_loss_scale_reaches_into_tiles_of_float16():
 
     exact = np.asarray(jax.jit(jax.grad(loss))(*(a.astype(jnp.float32) for a in (w, x)), y))
     error = lambda f: np.linalg.norm(scaled(f) - exact) / np.linalg.norm(exact)
-    plan = memjax.plan(loss, w, x, y, budget="min", allow=ALLOW)
+    plan = memjax.plan(loss, w, x, y, budget=FEW // 2, allow=ALLOW)
     assert plan.tiled
     assert error(memjax.planned(loss, plan=plan)) <= 1.1 * error(loss)
 
@@ -240,7 +242,8 @@ def test_donated_arguments():
     w, x, y = data()
     update = lambda f: lambda w, x, y: w - jax.grad(f)(w, x, y)
     wanted = jax.jit(update(mean))(w, x, y)
-    plan = memjax.plan(mean, w, x, y, budget="min", allow=ALLOW)
+    plan = memjax.plan(mean, w, x, y, budget=FEW, allow=ALLOW)
+    assert plan.tiled
     close(jax.jit(update(memjax.planned(mean, plan=plan)), donate_argnums=0)(w, x, y), wanted)
 
 
@@ -278,10 +281,10 @@ def test_linen_and_nnx_models_as_they_are():
         (lambda model, tokens: next_token(model(tokens), tokens), model, nnx.grad),
     ]
     for loss, given, grad in cases:
-        plan = memjax.plan(loss, given, tokens, budget="min", allow=ALLOW)
+        plan = memjax.plan(loss, given, tokens, budget=FEW, allow=ALLOW)
         (tiled,) = plan.tiled
         assert f",{V}]" in tiled.what
-        assert plan.nbytes < 0.6 * B * T * V * 8  # less than all logits, which any plan without tiles holds
+        assert plan.nbytes <= FEW
         run = lambda f: nnx.jit(grad(f))(given, tokens)  # noqa: B023
         close(run(memjax.planned(loss, plan=plan)), run(loss))
 
@@ -306,9 +309,10 @@ def test_feed_forward_layers_between_layers_that_mix_positions():
             x = gated_layer(x, p)
         return jnp.mean(jnp.cumsum(x, 1) ** 2)
 
-    plan = memjax.plan(loss, layers, x, budget="min", allow=ALLOW)
+    half = memjax.plan(loss, layers, x, budget="min").nbytes // 2
+    plan = memjax.plan(loss, layers, x, budget=half, allow=ALLOW)
     assert [(one.length, one.dim) for one in plan.tiled] == [(2048, 1)] * 2
-    assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
+    assert plan.nbytes <= half
     close(*(jax.jit(jax.grad(f))(layers, x) for f in (memjax.planned(loss, plan=plan), loss)))
 
 
@@ -321,13 +325,14 @@ def test_feed_forward_layers_in_a_scan(reverse):
         x, sums = jax.lax.scan(lambda x, p: (gated_layer(x, p), jnp.sum(x)), x, layers, reverse=reverse)
         return jnp.mean(jnp.cumsum(x, 1) ** 2) + jnp.sum(sums * jnp.arange(2.0))
 
-    plan = memjax.plan(loss, layers, x, budget="min", allow=ALLOW)
+    half = memjax.plan(loss, layers, x, budget="min").nbytes // 2
+    plan = memjax.plan(loss, layers, x, budget=half, allow=ALLOW)
     (tiled,) = plan.tiled
     assert (tiled.length, tiled.dim) == (2048, 1)
     assert tiled.loop is not None
     assert "in each turn of a loop" in str(plan)
     assert memjax.Plan.from_json(plan.to_json()) == plan
-    assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
+    assert plan.nbytes <= half
     close(*(jax.jit(jax.grad(f))(layers, x) for f in (memjax.planned(loss, plan=plan), loss)))
 
 
