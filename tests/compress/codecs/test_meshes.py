@@ -55,9 +55,9 @@ def _needs(compiled):
 @pytest.mark.parametrize(
     ("options", "sharded", "kind"),
     [
-        *itertools.product(("default", "groups"), ("batch", "tokens"), (AxisType.Auto,)),
-        *itertools.product(("default", "groups"), ("tokens",), (AxisType.Explicit,)),
-        *itertools.product(("blocks", "channels"), ("tokens",), (AxisType.Auto,)),
+        ("default", "batch", AxisType.Auto),
+        ("default", "tokens", AxisType.Explicit),
+        *itertools.product(("groups", "blocks", "channels"), ("tokens",), (AxisType.Auto,)),
         ("error bounded", "batch", AxisType.Auto),
     ],
 )
@@ -107,8 +107,8 @@ def test_what_a_sharded_code_tells_is_what_those_of_its_parts_do():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     parts = np.zeros((1, 64, 64), np.float32), normal(1, 64, 64)
     x = jax.device_put(np.concatenate(parts), NamedSharding(mesh, P("d")))
-    codec = ErrorBounded(0.02, bits_per_value=2.0)
-    code, (zeros, others) = codec.encode(x), map(codec.encode, parts)
+    encode = jax.jit(ErrorBounded(0.02, bits_per_value=2.0).encode)
+    code, (zeros, others) = encode(x), map(encode, parts)
     assert zeros.needed_bits_per_value < 2 < others.needed_bits_per_value == code.needed_bits_per_value
     assert code.needed_nbytes == zeros.needed_nbytes + others.needed_nbytes
     assert code.raw_share == (zeros.raw_share + others.raw_share) / 2
@@ -137,7 +137,6 @@ BOUNDS = np.exp2(-6 - np.arange(64, dtype=np.float32) // 32)  # those of the lat
     ("codec", "spec"),
     [
         (ErrorBounded(2**-6), (("d", "e"),)),
-        (ErrorBounded(BOUNDS), (("d", "e"),)),
         (ErrorBounded(BOUNDS), ("d", None, "e")),
         (BlockQuantized(8), (("d", "e"),)),
         (BlockQuantized(8), ("d", None, "e")),

@@ -84,10 +84,10 @@ def check_same(x, bound, capacity=None, interpret=True, signs=(True, False)) -> 
 
 
 def check_same_batched(xs, bound) -> None:
-    """Of each of `xs`, whose codes the kernels make side by side under `jax.vmap`."""
+    """Of each of `xs`, whose codes the kernels make side by side under `jax.vmap`; decoded without signs."""
     exponent = step_exponent(bound, xs.dtype)
     capacity = Grid.of(xs[0].shape).tiles * 32 * _tiles.raw_words(xs.dtype)
-    by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True, (True, False))
+    by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True, (False,))
     found = jax.vmap(by_kernels, in_axes=(0, None))(xs, exponent)
     for i, x in enumerate(xs):
         _check(jax.tree.map(lambda leaf, i=i: leaf[i], found), by_reference(x, exponent))
