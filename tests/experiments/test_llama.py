@@ -16,10 +16,9 @@ from experiments.models.recipe import parse
 from experiments.models.stack import codec
 
 SMALL = llama.LlamaConfig(24, 16, 3, 4, 2, 4, 24, tied=True, dtype="float64", rope_base=100.0)
-# Each way to keep and each way to cut, in pairs.
+# Each way to keep and each way to cut, in pairs. Slots are in the last, and without `keep_attention` in the ring.
 EXACT = [
     "tiled+plain",
-    "tiled=7+slots=1",
     "groups=1+checkpoint",
     "tiled=5+groups=2+budget=min",
     "tiled=5+groups+slots=2+keep_attention",

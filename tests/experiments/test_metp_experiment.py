@@ -49,7 +49,7 @@ def test_two_processes_train_as_one_does(tmp_path):
         for process in processes:
             process.kill()
             process.stderr.close()
-    assert metp.main([*SMALL, "--runs-dir", str(tmp_path), "--name", "one", "--compare", "tp_sp", "ulysses"]) == 0
+    assert metp.main([*SMALL, "--runs-dir", str(tmp_path), "--name", "one", "--compare", "tp_sp"]) == 0
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
     assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
 

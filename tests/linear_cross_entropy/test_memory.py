@@ -32,12 +32,12 @@ def loss_with(**options):
 def test_forward_grad_memory():
     logits, dw = 4 * N * V / 1e6, 4 * D * V / 1e6
     assert temp_mb(plain, 0, 1) > 1.9 * logits
-    loss = loss_with(implementation="forward_grad", chunk=N // 32)
-    assert temp_mb(loss, 0, 1) < 45
     # A chunk of logits, and one dW beside the one that is returned.
     for chunks in (8, 32):
         bound = logits / chunks + dw + 2 * 4 * N * D / 1e6
-        assert temp_mb(loss_with(implementation="forward_grad", chunk=N // chunks), 0, 1) < bound
+        found = temp_mb(loss_with(implementation="forward_grad", chunk=N // chunks), 0, 1)
+        assert found < bound
+    assert found < 45
 
 
 def test_dx_takes_the_place_of_x():
@@ -122,7 +122,7 @@ def test_error_is_that_of_plain_code(implementation, dtype):
     Both are compiled to round where they say so. By default XLA may skip roundings where it fuses, and on a
     CPU it skips those of full logits and of their gradient, which are then float32.
     """
-    for chunk in (4096, 64):
+    for chunk in (4096, 64) if dtype == jnp.bfloat16 else (64,):
         found = errors(loss_with(implementation=implementation, chunk=chunk), dtype)
         for ours, plain_error in zip(found, plain_errors(dtype), strict=True):
             # Equal but for which of two neighbours a tie is rounded to.

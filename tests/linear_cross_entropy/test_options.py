@@ -38,7 +38,7 @@ def value_and_grads(loss, arrays, labels):
     return values, grads
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     implementation=st.sampled_from(IMPLEMENTATIONS),
     tokens=st.sampled_from([1, 7, 13, 32]),
