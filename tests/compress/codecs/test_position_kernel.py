@@ -53,7 +53,8 @@ def test_interpreted_kernel(bits):
 def test_interpreted_kernel_in_vmap():
     codec, x = PositionQuantized(4), _values(jnp.bfloat16, (3, 2, 32, 128))
     run = lambda x: _both(codec, x, True)[0]
-    for together, alone in zip(jax.tree.leaves(jax.vmap(run)(x)), jax.tree.leaves(run(x[1])), strict=True):
+    of_all, of_one = jax.jit(lambda x: (jax.vmap(run)(x), run(x[1])))(x)
+    for together, alone in zip(jax.tree.leaves(of_all), jax.tree.leaves(of_one), strict=True):
         np.testing.assert_array_equal(np.asarray(together[1], np.float32), np.asarray(alone, np.float32))
 
 

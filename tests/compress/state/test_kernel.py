@@ -38,7 +38,7 @@ def trained(tx, weights, steps=2):
         updates, state = tx.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    rng, state = np.random.default_rng(1), tx.init(weights)
+    rng, state = np.random.default_rng(1), jax.jit(tx.init)(weights)
     for _ in range(steps):
         gradients = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), weights)
         weights, state = step(weights, state, gradients)
@@ -80,7 +80,7 @@ def test_codes_in_a_kernel_are_those_without(bits, found, monkeypatch):
     x = np.exp2(6 * rng.normal(size=(64, 64))) * rng.choice([-1, 0, 1], (64, 64))
     x[1, 3], x[2, 40], x[3, 7], x[4, :] = np.nan, np.inf, 1e18, 1e-39
     tx = memjax.compressed(optax.chain(optax.ema(0.0, debias=False), optax.scale_by_rms(decay=0.0)), bits=bits)
-    state = tx.init(jnp.zeros(x.shape))
+    state = jax.jit(tx.init)(jnp.zeros(x.shape))
     step = lambda: jax.jit(lambda g, s: tx.update(g, s, g)[1])(jnp.asarray(x, jnp.float32), state)
     coded = step()
     assert len(found) == 1
