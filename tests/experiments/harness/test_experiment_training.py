@@ -142,12 +142,18 @@ class Plain(nnx.Module):
 
 def test_images_of_another_size_are_resized():
     """Linearly: a ramp stays one, but for its ends."""
-    seen = []
     ramp = np.broadcast_to(np.arange(0, 160, 10, dtype=np.uint8)[None, None, :, None], (2, 16, 16, 1))
     batch = {"image": jnp.asarray(ramp), "label": jnp.zeros(2, jnp.int32)}
-    model = lambda images: seen.append(images) or jnp.zeros((2, 3))
-    for size in (16, 32):
-        classification_loss(mean=(0.0,), std=(1.0,), label_smoothing=0.0, size=size)(model, batch)
+
+    @jax.jit
+    def resized(batch):
+        seen = []
+        model = lambda images: seen.append(images) or jnp.zeros((2, 3))
+        for size in (16, 32):
+            classification_loss(mean=(0.0,), std=(1.0,), label_smoothing=0.0, size=size)(model, batch)
+        return seen
+
+    seen = resized(batch)
     assert [images.shape for images in seen] == [(2, 16, 16, 1), (2, 32, 32, 1)]
     inner = np.asarray(seen[1])[:, :, 1:-1, 0] * 255
     np.testing.assert_allclose(inner, np.broadcast_to(np.arange(2.5, 150, 5), inner.shape), rtol=1e-5)
@@ -165,7 +171,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(label_smoothing):
     def make_model():
         return Plain(nnx.Rngs(0))
 
-    state = init_state(make_model, rule)
+    state = jax.jit(lambda: init_state(make_model, rule))()
     (whole, sums), (parts, part_sums) = (
         jax.jit(train_step(make_model, loss, rule, accumulate))(state, batch) for accumulate in (1, 3)
     )
@@ -179,7 +185,8 @@ def test_loss_and_accuracies_against_numpy():
     logits = rng.normal(size=(6, 8)).astype(np.float32)
     labels = np.array([0, 3, 7, 2, NO_LABEL, 1], np.int32)
     batch = {"image": jnp.zeros((6, 2, 2, 1), jnp.uint8), "label": jnp.array(labels)}
-    sums = classification_loss(mean=(0.0,), std=(1.0,), label_smoothing=0.0)(lambda images: logits, batch)
+    loss = classification_loss(mean=(0.0,), std=(1.0,), label_smoothing=0.0)
+    sums = jax.jit(lambda batch: loss(lambda images: logits, batch))(batch)
     counted = labels != NO_LABEL
     wide = logits.astype(np.float64)[counted]
     own = wide[np.arange(5), labels[counted]]
@@ -195,17 +202,23 @@ def test_loss_and_accuracies_against_numpy():
 
 
 def test_images_are_normalised_before_the_model():
-    seen = {}
 
-    def model(images):
-        seen["mean"], seen["std"] = images.mean(), images.std()
-        return jnp.zeros((images.shape[0], 10))
+    @jax.jit
+    def mean_and_std(batch):
+        seen = []
+
+        def model(images):
+            seen.extend([images.mean(), images.std()])
+            return jnp.zeros((images.shape[0], 10))
+
+        classification_loss(mean=(0.4,), std=(0.1,), label_smoothing=0.0)(model, batch)
+        return seen
 
     images = np.random.default_rng(0).normal(0.4, 0.1, (8, 16, 16, 1)).clip(0, 1)
     batch = {"image": jnp.array(np.round(images * 255).astype(np.uint8)), "label": jnp.zeros(8, jnp.int32)}
-    classification_loss(mean=(0.4,), std=(0.1,), label_smoothing=0.0)(model, batch)
-    assert abs(float(seen["mean"])) < 0.05
-    assert abs(float(seen["std"]) - 1) < 0.05
+    mean, std = mean_and_std(batch)
+    assert abs(float(mean)) < 0.05
+    assert abs(float(std) - 1) < 0.05
 
 
 def test_memory_figures_do_not_depend_on_how_fast_the_program_is_compiled(tmp_path):
@@ -280,7 +293,7 @@ def test_config_is_checked_against_the_checkpoint_itself(tmp_path):
     config, task = tiny_task(tmp_path)
     rule = optax.sgd(0.1)
     with Checkpoints(config, Console(quiet=True)) as checkpoints:
-        checkpoints.save(init_state(task.make_model, rule), task.train_batches, 1)
+        checkpoints.save(jax.jit(lambda: init_state(task.make_model, rule))(), task.train_batches, 1)
     other = Checkpoints(dataclasses.replace(config, growth_rate=3), Console(quiet=True))
     with other, pytest.raises(ExperimentError, match="--growth-rate 2, not 3"):
         other.check()
