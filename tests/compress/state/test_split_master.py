@@ -57,9 +57,9 @@ def trained(tx, jit, steps=200):
         return optax.apply_updates(master, updates), opt
 
     master = masters()
-    weights, opt = compress.set_master(master, split.init(as_weights(master)))
+    weights, opt = jax.jit(lambda master: compress.set_master(master, split.init(as_weights(master))))(master)
     master = jax.tree.map(jnp.array, master)  # both are donated
-    states = [(weights, opt), (master, tx.init(master))]
+    states = [(weights, opt), (master, jax.jit(tx.init)(master))]
     steppers = [jit(step) for step in (step_of_halves, step_of_floats)]
     for i in range(steps):
         x = jax.random.normal(jax.random.key(100 + i), (16, 24))
