@@ -4,6 +4,7 @@ import functools
 import math
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +182,13 @@ class NNXLayer(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
 
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x)), approximate=False))
+
+
 def test_an_nnx_module():
     module, x = NNXLayer(nnx.Rngs(0)), inputs()
     loss = lambda module, x: jnp.sum(module(x) ** 2)
@@ -188,6 +196,16 @@ def test_an_nnx_module():
     kept = [measured_bytes(loss, m, x) for m in (module, small)]
     assert kept[1] < kept[0] / 2
     assert _largest_error(*(nnx.jit(nnx.grad(loss))(m, x) for m in (small, module))) < 0.03
+
+
+def test_a_linen_module():
+    plain, x = LinenLayer(), inputs()
+    params = jax.jit(plain.init)(jax.random.key(0), x)
+    loss = lambda m: lambda p: jnp.sum(m.apply(p, x) ** 2)
+    models = compressed(plain, bits=4), plain
+    kept = [measured_bytes(loss(m), params) for m in models]
+    assert kept[0] < kept[1] / 3
+    assert _largest_error(*(jax.jit(jax.grad(loss(m)))(params) for m in models)) < 0.3
 
 
 def _largest_error(got, want):

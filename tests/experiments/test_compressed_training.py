@@ -88,7 +88,6 @@ def test_photographs_are_apart(size):
 
 def command(runs, *flags):
     model = ["--model", "alexnet", "--width", "0.25", "--batch-size", "16", "--epochs", "0.024", "--schedule", "step"]
-    model += ["--smallest", "6000"]  # leaves out what the third convolution reads
     argv = ["--preset", "cpu", "--runs-dir", str(runs), "--name", "run", *model, *flags]
     return run(PRESETS, make_task, description="", argv=argv, extra_report=extra_report)
 
@@ -100,8 +99,8 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     assert [record["step"] for record in train] == [1, 2, 3]
     assert train[-1]["replays"] >= 1
     assert train[0]["bounds"] != train[-1]["bounds"]
-    assert len(train[0]["bits"]) == len(train[0]["bounds"]) == 3
-    values, pixels = np.array([7 * 7 * 24, 3 * 3 * 96, 3 * 3 * 96]), 64 * 64 * 3
+    assert len(train[0]["bits"]) == len(train[0]["bounds"]) == 4
+    values, pixels = np.array([7 * 7 * 24, 3 * 3 * 64, 3 * 3 * 96, 3 * 3 * 96]), 64 * 64 * 3
     bits = values @ train[0]["bits"] + 8 * pixels
     np.testing.assert_allclose(train[0]["ratio"], 32 * (values.sum() + pixels) / bits, rtol=1e-3)
     assert all(3 < record["ratio"] < 64 for record in train)
@@ -109,7 +108,7 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
         assert (folder / f"{name}.png").stat().st_size > 5000
     rows = json.loads((folder / "analysis.json").read_text())["rows"]
     # Not the first one, whose images are kept as bytes.
-    assert [row["layer"] for row in rows] == [f"conv{i}/conv" for i in (2, 4, 5)]
+    assert [row["layer"] for row in rows] == [f"conv{i}/conv" for i in range(2, 6)]
     for row in rows:
         assert 0.5 < row["predicted"] / row["measured"] < 2
     assert "saved activations" in capsys.readouterr().out

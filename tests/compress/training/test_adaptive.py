@@ -298,8 +298,7 @@ def test_nothing_to_clip():
 def trained(steps, capacity, force=lambda step: False, ahead=False):
     """Parameters, optimizer, statistics and a key after so many steps of batches of varying scale; and the replays."""
     tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=16)
-    layers = found_layers.__wrapped__(1, bound=2**-3, bits_per_value=capacity)
-    params = {"net": weights(1), "codec": layers}  # donated
+    params = {"net": weights(), "codec": found_layers.__wrapped__(bound=2**-3, bits_per_value=capacity)}  # donated
     state = {"params": params, "optimizer": tx.init(params), "mean": jnp.zeros(16), "key": jax.random.key(0)}
 
     def step(state, x):
@@ -315,7 +314,7 @@ def trained(steps, capacity, force=lambda step: False, ahead=False):
     outs = []
     for i in range(steps):
         if force(i):
-            run.capacities = [(capacity,)]
+            run.capacities = [(capacity,) * 2]
         state, out = run(state, batch(i % 8))
         outs.append(out)
     return run.finish(state), outs, run

@@ -11,7 +11,7 @@ from flax import nnx
 from memjax.remat import Chain
 
 SLACK = 4096  # bytes of scalars and alignment
-SHARES = (0.0, 0.3)
+SHARES = (0.0, 0.6)
 
 
 class Stem(nnx.Module):
@@ -42,7 +42,7 @@ class Bottleneck(nnx.Module):
 @functools.cache
 def layers(axis_name):
     rngs = nnx.Rngs(0)
-    sizes = [(8, 32, 2)]
+    sizes = [(8, 32, 1), (32, 64, 2)]
     return [Stem(8, axis_name, rngs), *(Bottleneck(*size, axis_name, rngs) for size in sizes)]
 
 
