@@ -1,17 +1,13 @@
 """Sentences on compressed activations."""
 
-import math
 import statistics
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.record import RESULTS, mean_and_error
 from benchmarks.tables.markdown import load
 from benchmarks.tables.prose.rows import Row, by, percent, span
-from memjax.compress import BlockQuantized
 
 _TRAININGS = ("compressed_training", "compressed_training_alexnet", "compressed_training_resnet50")
 _COARSE = "compressed_training_coarse"
@@ -241,7 +237,7 @@ def resnet_codecs() -> str:
 
 def resnet_times() -> str:
     rows = by("compressed_default", "case")
-    more = [row["ms"] / rows["plain"]["ms"] - 1 for case, row in rows.items() if case != "plain"]
+    more = [row["ms"] / rows["plain"]["ms"] - 1 for case, row in rows.items() if not case.startswith("plain")]
     return f"on a GPU {span(more)} of a ResNet-50 step, by codec"
 
 
@@ -251,24 +247,6 @@ def position_errors() -> str:
     return (
         f"`PositionQuantized` has a relative error of {percent(error[8], 1)} at 8 bits, {percent(error[6], 1)} at 6, "
         f"{percent(error[4])} at 4 and {percent(error[3])} at 3"
-    )
-
-
-def resnet_codes() -> str:
-    """ResNet-50's codes: of what batch norms read, and of what the pool and all blocks but the last give."""
-    batch, sides, widths, blocks = 256, (56, 28, 14, 7), (64, 128, 256, 512), (3, 4, 6, 3)
-    shapes = [(batch, 112, 112, 64), (batch, 56, 56, 64)]
-    for i, (side, width, count) in enumerate(zip(sides, widths, blocks, strict=True)):
-        first = side if i == 0 else 2 * side  # a block strides in its second convolution
-        shapes += [(batch, first, first, width), (batch, side, side, 4 * width)]
-        shapes += [(batch, side, side, width)] * (2 * count - 1) + [(batch, side, side, 4 * width)] * 2 * count
-    shapes.pop()
-    values = sum(map(math.prod, shapes))
-    codes = sum(BlockQuantized(8).nbytes(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in shapes)
-    plain = by("compressed_default", "case")["plain"]["temp_mib"]
-    return (
-        f"The codes of {values / 1e9:.1f} billion values, which batch norms read or blocks give, take {codes / 2**20:,.0f} MiB "
-        f"in 8 bits, {percent(codes / 2**20 / plain)} of the temporary bytes without compression."
     )
 
 
@@ -284,7 +262,6 @@ def repeated_products() -> str:
 SENTENCES: dict[str, list[Callable[[], str]]] = {
     "docs/benchmarks/compress.md": [
         *(
-            resnet_codes,
             paired,
             within_deviation,
             plain_runs,
