@@ -21,7 +21,7 @@ from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_float
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _FEWEST = 32  # values that share a range, if the array has so many
 _LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
-_UP = 2.0**-8  # the most, of a number, that rounding to bfloat16 changes
+_UP = 2.0**-8  # rounding to bfloat16 changes a number by at most this share of it
 
 
 class View(NamedTuple):
@@ -205,7 +205,8 @@ class BlockQuantized(OfBlocks):
     is arithmetic on single values, which XLA does where they are read: on a GPU no decoded array is written.
 
     Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256. Of bfloat16
-    arrays ranges are kept in bfloat16, 32 bits: 8.125 or 4.125 bits. Levels are up to 2^-7 of their distance farther apart then.
+    arrays ranges are kept in bfloat16, 32 bits: 8.125 or 4.125 bits. Ranges are then wider by 2^-7 of themselves, and by the
+    rounding of their middle, at most.
 
     Args:
       bits: 8 or 4.

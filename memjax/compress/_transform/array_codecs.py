@@ -178,7 +178,7 @@ class _ByBits(ArrayCodecs):
         self._bits, self.name = bits, "PositionQuantized"
         self.in_iterations = not isinstance(given, ArrayBits | BitsRecorder) and getattr(given, "scales", None) is None
         self.keeps_fine = _FINE * bits > CODED[0]
-        self.keeps_chains = given is None and bits == 8
+        self.keeps_chains = given is None and bits == 8  # with fewer bits errors add up to much
         self.flops_of_coding = flops_of_coding(traced_device().platform)
 
     def each(self, roles: Sequence[Role]) -> list[Any]:

@@ -3,10 +3,10 @@
 Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier. Decoding that is to be fused into an
 elementwise equation does not wait; that for a product, which reads its operands from memory, always does.
 
-A residual is decoded once. In a gated feed-forward layer a compiler then makes the gated product and the gradients of gate and up
-in one pass, beside the cotangent that it reads: four wide arrays at once. With the gated product made before, in a pass of its
-own, there are three; but to decode gate and up twice took 2.8% of the step of Llama layers on an H100, for 6% to 9% of the
-memory. Fewer bits save more for that time.
+A residual is decoded once, and once more for each chain (`Keep.chained`) that reads it. In a gated feed-forward layer a compiler
+then makes the gated product and the gradients of gate and up in one pass, beside the cotangent that it reads: four wide arrays at
+once. With the gated product made before, in a pass of its own, there are three; but to decode gate and up twice took 2.8% of the
+step of Llama layers on an H100, for 6% to 9% of the memory. Fewer bits save more for that time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, bind, read
-from memjax._core.program.primitives import WHOLE_OPERANDS, expensive
+from memjax._core.program.primitives import PRODUCTS, WHOLE_OPERANDS, expensive
 
 
 def run_late(
@@ -65,32 +65,24 @@ def run_late(
         see(eqn, env)
         operands = read(env | in_memory if in_memory else env, eqn.invars)
         env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-        for atom in filter(restored.is_in_memory, variables(eqn.invars)):
-            readers = list(filter(_reads_memory, program.flow.consumers[atom]))
-            made = [out for reader in readers for out in reader.outvars]
-            if all(out in env for out in made):
-                finish([*made, *dict.fromkeys(map(cotangent_of, readers))])
+        if _is_product(eqn):
+            release(eqn)
 
-    def finish(vars):
-        """Let the backward pass go on from these cotangents when these gradients are made, all for which an array is decoded to
-        memory.
+    def release(product):
+        """If it is the last one that reads a decoded array, let the backward pass go on when all of these are made.
 
         A compiler would put them off, since the array is large, and the cotangents that they take stay until then.
         """
-        env.update(zip(vars, joint_barrier(read(env, vars)), strict=True))
+        for atom in filter(restored.is_released, variables(product.invars)):
+            readers = list(filter(_is_product, program.flow.consumers[atom]))
+            if all(reader.outvars[0] in env for reader in readers):
+                cotangents = [cotangent for reader in readers if (cotangent := _cotangent(reader, late)) is not None]
+                vars = list(dict.fromkeys([*(reader.outvars[0] for reader in readers), *cotangents]))
+                env.update(zip(vars, barrier(read(env, vars)), strict=True))
 
-    def cotangent_of(eqn):
-        return next((var for var in variables(eqn.invars) if var in late), None)
-
-    def waits_for_gradients(eqn, cotangent):
-        """Whether `finish` is called with the cotangent, and the equation makes the next one of it."""
-        others = [other for other in program.flow.consumers[cotangent] if other is not eqn and _reads_memory(other)]
-        makes_gradient = lambda eqn: any(map(restored.is_in_memory, variables(eqn.invars)))
-        return _reads_memory(eqn) and not makes_gradient(eqn) and any(map(makes_gradient, others))
-
-    for eqn in program.eqns:
-        cotangent = cotangent_of(eqn)
-        if cotangent is None or waits_for_gradients(eqn, cotangent):  # it runs when its result is read
+    for eqn in _gradients_first(program, late, restored):
+        cotangent = _cotangent(eqn, late)
+        if cotangent is None:
             continue
 
         def waiting(code, cotangent=cotangent):
@@ -100,6 +92,46 @@ def run_late(
 
         run(eqn, _Wait(waiting, _reads_memory(eqn)))
     return [get(atom, NO_WAIT) for atom in program.outvars]
+
+
+def _gradients_first(program: Program, late: Set[Any], restored: Restored) -> list[Any]:
+    """The equations. A product that makes the next cotangent is after those that read a released array and the same cotangent:
+    where its result is read first.
+    """
+
+    def makes_gradient(eqn):
+        return any(map(restored.is_released, variables(eqn.invars)))
+
+    def gives_way(eqn):
+        if not _is_product(eqn) or makes_gradient(eqn) or (cotangent := _cotangent(eqn, late)) is None:
+            return False
+        others = filter(_is_product, program.flow.consumers[cotangent])
+        return eqn.outvars[0] in program.flow.consumers and any(map(makes_gradient, others))
+
+    order: list[Any] = []
+    waiting: dict[Any, Any] = {}
+
+    def place(eqn):
+        for var in variables(eqn.invars):
+            if var in waiting:
+                place(waiting.pop(var))
+        order.append(eqn)
+
+    for eqn in program.eqns:
+        if gives_way(eqn):
+            waiting[eqn.outvars[0]] = eqn
+        else:
+            place(eqn)
+    return [*order, *waiting.values()]
+
+
+def _cotangent(eqn: Any, late: Set[Any]) -> Any | None:
+    """The first operand that depends on a cotangent."""
+    return next((var for var in variables(eqn.invars) if var in late), None)
+
+
+def _is_product(eqn: Any) -> bool:
+    return eqn.primitive.name in PRODUCTS
 
 
 def _reads_memory(eqn: Any) -> bool:
@@ -142,8 +174,8 @@ class Restored:
     Args:
       nonzero: for each mask the variable that is zero where the mask is false.
       normalised: variables that statistics are recomputed from.
-      chained: variables that are recomputed from others by themselves: what they are decoded from is decoded anew when it is
-        read again, for a compiler would keep it.
+      chained: variables that are recomputed from each other and from what is decoded for them alone: read again, that is decoded
+        again, for a compiler would keep it.
 
     Attributes:
       values: of those variables that are known by now.
@@ -191,8 +223,8 @@ class Restored:
             self.new.add(atom)
         return self.values[atom]
 
-    def is_in_memory(self, atom: Any) -> bool:
-        """Whether a value is decoded, or recomputed in a chain, to memory for equations that read it there."""
+    def is_released(self, atom: Any) -> bool:
+        """Whether the variable is decoded to memory, or recomputed in a chain, for products, and should not stay there."""
         return atom in self._chained or (atom in self._codes and self._codes[atom].to_memory is not None)
 
     def _follow_chain(self, atom: Any, wait: _Wait) -> None:

@@ -79,6 +79,40 @@ def test_outputs_of_blocks_are_recomputed_in_short_chains():
     assert max(errors(gradient(compressed(_blocks)), gradient(_blocks))) < 0.01
 
 
+@jax.custom_vjp
+def _told(x, flag):
+    return x
+
+
+def _tell(flag, ct):
+    lax.cond(flag, lambda ct: jax.debug.print("told of {}", ct.shape[0]), lambda ct: None, ct)
+    return ct, None
+
+
+_told.defvjp(lambda x, flag: (x, flag), _tell)
+
+
+def test_outputs_of_blocks_are_read_by_all_kinds_of_equations(capfd):
+    """Without a sum with the output, and beside products with effects; early and late; and where they lie in several chains."""
+
+    def network(params, x, flag):
+        early = _blocks(params[:2], x)
+        x = _blocks(params[3:5], conv(early, params[2]["w"]))
+        x = _blocks(params[6:], x + _told(conv(x, params[5]["w"]), flag))
+        return jnp.concatenate([x, jnp.sin(early)], -1)
+
+    def gradient(f):
+        loss = lambda params, x: jnp.mean(jnp.sin(f(params, x, True)))
+        return jax.block_until_ready(jax.jit(jax.grad(loss))(parameters(9), images()))
+
+    wanted = gradient(network)
+    jax.effects_barrier()
+    capfd.readouterr()
+    assert max(errors(gradient(compressed(network)), wanted)) < 0.01
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "told of 8\n"
+
+
 def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
     def f(w, x):
         y = jnp.sin(conv(jnp.sin(x), w))[:, ::2, ::2]

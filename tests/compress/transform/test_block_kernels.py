@@ -75,6 +75,23 @@ def test_gradients_of_an_array_are_made_before_the_backward_pass_goes_on(with_ke
     )
 
 
+def test_masks_may_be_decoded_between_products(with_kernels):
+    """What makes the next cotangent is then read by an equation that decodes something itself."""
+
+    def network(weights, x):
+        for w in weights:
+            y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, y.shape), jax.nn.relu(y), 0)
+        return jnp.sum(jnp.sin(x.astype(jnp.float32)))
+
+    weights = [(normal(3, 3, 64, 64, seed=i) / 24).astype(jnp.bfloat16) for i in range(3)]
+    x = normal(4, 16, 16, 64, dtype=jnp.bfloat16)
+    expected = jax.jit(jax.grad(memjax.compressed(network)))(weights, x)
+    with_kernels()
+    for got, wanted in zip(jax.jit(jax.grad(memjax.compressed(network)))(weights, x), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 class _Norms(nn.Module):
     """A batch norm after each of two convolutions."""
 

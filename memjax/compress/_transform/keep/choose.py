@@ -124,7 +124,7 @@ def choose(
     candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
     there = {*kept_inputs, *origins.constants, *whole, *masks}
     encoded, kept = _cut(program, exact, rounded, there, candidates, codecs)
-    chained = _chained(encoded, {*there, *kept}, candidates, codecs)
+    chained = _chained(encoded, {*there, *kept}, candidates, codecs, program.flow.place)
     if chained:
         encoded, kept = _cut(program, exact, rounded, there, candidates, codecs, chained)
     for var in kept:
@@ -204,29 +204,39 @@ def _cut(
     return sorted(encoded, key=lambda var: program.flow.place.get(var, -1)), kept
 
 
-_LONGEST = 3  # outputs that one pass computes: more took longer
+_LONGEST = 3  # outputs that one pass computes: with six, a ResNet-50's step took 4% longer
 
 
-def _chained(encoded: Sequence[Any], available: Set[Any], candidates: Candidates, codecs: ArrayCodecs) -> set[Any]:
+def _chained(
+    encoded: Sequence[Any], available: Set[Any], candidates: Candidates, codecs: ArrayCodecs, place: dict[Any, int]
+) -> set[Any]:
     """Of `encoded`, outputs of residual blocks to recompute from what their last norms read, and from the outputs before them.
 
-    All that is decoded anyway. Masks of these outputs are kept in place of their codes. In a chain of them each is computed once,
-    for the last one, and stays until the backward pass gets there. A chain is at most so long that this takes no more memory
-    than the codes after it, which are not needed any more by then.
+    All that is decoded anyway. Masks of these outputs are kept in place of their codes. The backward pass computes a chain of
+    them at once where it needs the last one, and keeps each until it gets there. A chain is at most so long that this takes no
+    more memory than the codes that are not needed any more by then. `place` says which equation makes a variable.
     """
     if not codecs.keeps_chains:
         return set()
-    origins, lengths = candidates.origins, dict[Any, int]()
+    origins, chains = candidates.origins, dict[Any, set[Any]]()
     is_output = lambda var: candidates.role(var).by_channel and candidates.role(var).is_rectified
-    later = sum(candidates.kept_bytes(var) for var in encoded if not is_output(var))
-    for var in encoded:
-        if not is_output(var):
-            later -= candidates.kept_bytes(var)
-        elif (sources := _of_block(var, {*available, *encoded}, origins)) is not None:
-            length = 1 + max(lengths.get(source, 0) for source in sources)
-            if length <= _LONGEST and (length - 1) * nbytes(var.aval) <= later:
-                lengths[var] = length
-    return set(lengths)
+    codes = [(place.get(var, -1), candidates.kept_bytes(var)) for var in encoded if not is_output(var)]
+
+    def bytes_after(var):
+        """Of codes of what is computed after the last equation whose derivative reads `var`."""
+        reading = [eqn for eqn in origins.consumers.get(var, []) if eqn.primitive.name not in _SUMS]
+        last = max((place[out] for eqn in reading for out in eqn.outvars), default=place[var])
+        return sum(size for at, size in codes if at >= last)
+
+    for var in filter(is_output, encoded):
+        if (sources := _of_block(var, {*available, *encoded}, origins)) is not None:
+            before = {earlier for source in sources if source in chains for earlier in (source, *chains[source])}
+            if len(before) < _LONGEST and sum(nbytes(earlier.aval) for earlier in before) <= bytes_after(var):
+                chains[var] = before
+    return set(chains)
+
+
+_SUMS = ("add", "sub", "add_any")  # their derivatives read no operand
 
 
 def _of_block(out: Any, given: Set[Any], origins: Origins) -> list[Any] | None:

@@ -232,11 +232,10 @@ def recompute_exactly(price: float) -> RecomputeCost:
 def recompute_rounded(
     program: Program, origins: Origins, available: set[Any], price: float, chained: Set[Any] = frozenset()
 ) -> RecomputeCost:
-    """What recomputing an equation costs, operands that do not follow from `available` being decoded; None where it would
-    multiply their errors, or is a ReLU of several arrays whose output is not in `chained`.
+    """What recomputing an equation costs, operands that do not follow from `available` being decoded. None where it would
+    multiply their errors; and for a ReLU of several arrays, unless it makes one of `chained`.
     """
     rectified = {source for var in chained for source in origins.path(var, exact=True)}
-
     exactly, exact = recompute_exactly(price), program.flow.following(available, lambda eqn: not expensive(eqn))
 
     def cost(eqn: Any) -> int | None:
