@@ -35,7 +35,7 @@ def test_those_of_a_layer_are_made_when_it_runs() -> None:
     args = params, jnp.ones((BATCH, WIDTH)), jax.random.key(0)
     step = lambda *args: jax.grad(loss)(*args)
     plain = memjax.jit(step, budget="1TiB").plan(*args).nbytes
-    plan = memjax.jit(step, budget=int(0.45 * plain)).plan(*args)
+    plan = memjax.jit(step, budget=int(0.45 * plain), allow=("recompute",)).plan(*args)
     assert plan.nbytes <= 0.45 * plain
     assert plan.seconds <= 1.12 * plan.plain_seconds
 
