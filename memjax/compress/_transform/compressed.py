@@ -50,7 +50,8 @@ def compressed(
     "What is kept".
 
     Memory between forward and backward: the sum of `codec.nbytes` over the encoded arrays, and the bytes of the arrays that are
-    kept as they are. The backward pass besides holds one decoded array at a time.
+    kept as they are. The backward pass besides holds one decoded array at a time, and up to three outputs of residual blocks
+    that are computed again at once.
 
     Reverse mode, once. Works under and around `jit`, `vmap`, `jax.checkpoint`, `jax.lax.scan`, `memjax.remat.scan` and
     `shard_map`, inside which each device encodes its own part. Source: Jin et al. 2020, section 3.

@@ -77,8 +77,8 @@ def run_late(
             readers = list(filter(_is_product, program.flow.consumers[atom]))
             if all(reader.outvars[0] in env for reader in readers):
                 cotangents = [cotangent for reader in readers if (cotangent := _cotangent(reader, late)) is not None]
-                vars = list(dict.fromkeys([*(reader.outvars[0] for reader in readers), *cotangents]))
-                env.update(zip(vars, barrier(read(env, vars)), strict=True))
+                together = list(dict.fromkeys([*(reader.outvars[0] for reader in readers), *cotangents]))
+                env.update(zip(together, barrier(read(env, together)), strict=True))
 
     for eqn in _gradients_first(program, late, restored):
         cotangent = _cotangent(eqn, late)
