@@ -65,16 +65,14 @@ def test_a_relu_of_a_sum_of_blocks_is_kept():
 
 
 def test_outputs_of_blocks_are_recomputed_in_short_chains():
-    """Three follow from the fourth's code and from what norms read, with 8 bits; their masks are kept. So are all but one of the
-    last, which would take more memory than the codes after them.
+    """With 8 bits three of four are recomputed, and their masks are kept. Chains near the end are shorter, for fewer codes are
+    after them.
     """
     kept = {layers: kept_by_network(compressed(_blocks), layers) for layers in (1, 3, 5, 8, 12)}
     codes = 1 + 1 / 32  # with ranges in float32
     assert kept[12] - kept[8] == pytest.approx(SIZE * (4 * codes + codes + 3 / 8), rel=0.02)
-    for layers in (3, 5):  # of two more blocks
-        assert kept[layers] - kept[layers - 2 if layers == 3 else 3] == pytest.approx(
-            SIZE * (3 * codes + 1 / 8), rel=0.02
-        )
+    for few, more in ((1, 3), (3, 5)):
+        assert kept[more] - kept[few] == pytest.approx(SIZE * (3 * codes + 1 / 8), rel=0.02)
     gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(8), images())
     assert max(errors(gradient(compressed(_blocks)), gradient(_blocks))) < 0.01
 

@@ -124,7 +124,7 @@ def choose(
     candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
     there = {*kept_inputs, *origins.constants, *whole, *masks}
     encoded, kept = _cut(program, exact, rounded, there, candidates, codecs)
-    chained = _chained(encoded, {*there, *kept}, candidates, codecs, program.flow.place)
+    chained = _chained(encoded, {*there, *kept}, candidates, program) if codecs.keeps_chains else set()
     if chained:
         encoded, kept = _cut(program, exact, rounded, there, candidates, codecs, chained)
     for var in kept:
@@ -204,27 +204,24 @@ def _cut(
     return sorted(encoded, key=lambda var: program.flow.place.get(var, -1)), kept
 
 
-_LONGEST = 3  # outputs that one pass computes: with up to four, a ResNet-50's step took 0.8% longer
+_LONGEST = 3  # outputs that are computed at once: with more, steps took longer
 _SUMS = ("add", "sub", "add_any")  # their derivatives read no operand
 
 
-def _chained(
-    encoded: Sequence[Any], available: Set[Any], candidates: Candidates, codecs: ArrayCodecs, place: dict[Any, int]
-) -> set[Any]:
-    """Of `encoded`, outputs of residual blocks to recompute from what their last norms read, and from the outputs before them.
+def _chained(encoded: Sequence[Any], available: Set[Any], candidates: Candidates, program: Program) -> set[Any]:
+    """The outputs of residual blocks that are not encoded after all, but recomputed.
 
-    All that is decoded anyway. Masks of these outputs are kept in place of their codes. The backward pass computes a chain of
-    them at once where it needs the last one, and keeps each until it gets there. A chain is at most so long that this takes no
-    more memory than the codes that are not needed any more by then. `place` says which equation makes a variable.
+    They follow from what the last norms of their blocks read, and from the outputs before them. All that is decoded anyway. Their
+    masks are kept in place of their codes. The backward pass computes a chain of outputs at once where it needs the last one,
+    and keeps each until it gets there. So a chain is only so long that its outputs take no more memory than the codes that are
+    not needed any more by then.
     """
-    if not codecs.keeps_chains:
-        return set()
-    origins, chains = candidates.origins, dict[Any, set[Any]]()
+    origins, place, chains = candidates.origins, program.flow.place, dict[Any, set[Any]]()
     is_output = lambda var: candidates.role(var).by_channel and candidates.role(var).is_rectified
     codes = [(place.get(var, -1), candidates.kept_bytes(var)) for var in encoded if not is_output(var)]
 
     def bytes_after(var):
-        """Of codes of what is computed after the last equation whose derivative reads `var`."""
+        """The bytes of later codes: those of what is computed after the last equation whose derivative reads `var`."""
         reading = [eqn for eqn in origins.consumers.get(var, []) if eqn.primitive.name not in _SUMS]
         last = max((place.get(out, 0) for eqn in reading for out in eqn.outvars), default=place[var])
         return sum(size for at, size in codes if at >= last)
