@@ -189,10 +189,6 @@ def test_bounds_follow_the_equations():
 
 def bounds_after_an_update(found, **options):
     """Bounds of arrays with these statistics, which are 0.3 before. The mean momentum of all gradients is a half."""
-    return np.asarray(jax.jit(functools.partial(_updated_bounds, options))(found))
-
-
-def _updated_bounds(options, found):
     ones, names = jnp.ones_like(found.uses), [f"w{i}" for i in range(len(found.uses))]
     layers = Layers(
         0.3 * ones,
@@ -209,7 +205,7 @@ def _updated_bounds(options, found):
         "codec": dataclasses.replace(layers, statistics=found),
     }
     updates, _ = tx.update(gradients, tx.init(params), params)
-    return optax.apply_updates(params, updates)["codec"].bound
+    return np.asarray(optax.apply_updates(params, updates)["codec"].bound)
 
 
 def statistics_of(power):

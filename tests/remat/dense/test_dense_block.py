@@ -12,8 +12,8 @@ from flax import nnx
 from hypothesis import strategies as st
 
 import memjax
-from memjax._program import gradient, traced
 from memjax.remat import DenseBlock, DenseSpec, dense_block
+from tests.compress.kept import measured_bytes
 from tests.remat.dense.dense_cases import random_block, relative_errors, total_error
 from tests.remat.dense.dense_cases import run_block as run
 
@@ -99,12 +99,6 @@ def measured(keep, layers):
     return memjax.measure(step, *args)
 
 
-def residual_nbytes(keep, layers):
-    """What `measure` finds, which compiles the step, too."""
-    step, args = gradient_and_arguments(keep, layers)
-    return gradient(traced("measure", step, args, {})).residuals.device.nbytes
-
-
 def test_bytes_kept_are_the_features_and_the_convolutions():
     pixels, layers = 8 * 16 * 16, 16
     features = pixels * (24 + 12 * layers) * 4
@@ -112,7 +106,8 @@ def test_bytes_kept_are_the_features_and_the_convolutions():
     kept = {keep: measured(keep, layers) for keep in ("all", "features")}
     small = 64 * 1024  # statistics, by channel
     assert features <= kept["features"].residual_bytes <= features + small
-    assert features + bottlenecks <= residual_nbytes("convolutions", layers) <= features + bottlenecks + small
+    step, args = gradient_and_arguments("convolutions", layers)
+    assert features + bottlenecks <= measured_bytes(step, *args) <= features + bottlenecks + small
     assert kept["features"].temp_bytes < 0.25 * kept["all"].temp_bytes
     # The feature buffer, its gradient and four arrays of one layer's width: nothing hoisted out of the loops.
     assert kept["features"].temp_bytes < 6 * features
