@@ -63,7 +63,7 @@ def test_training_digits_are_only_shifted():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_continues_where_its_saved_position_is(tree, workers):
-    """Worker processes come upon a broken file, too, which may have any name."""
+    """With a worker there is also a broken file, whose name is not UTF-8."""
     log = tree / "broken_files.txt" if workers else None
     if workers:
         a_name_of_other_bytes(tree / "train" / "red")

@@ -112,7 +112,7 @@ def test_layers_share_options_only_if_the_same_may_be_in_codes(monkeypatch):
 
 
 def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one():
-    """Of the compiled steps the search sees a few only, and other ones. Through attention gradients stay close."""
+    """The two searches compile a few plans each, not the same ones. Gradients through attention stay close."""
     f = transformed
     args = arguments(f)
     plain = jax.jit(jax.value_and_grad(f)).lower(*args).compile()

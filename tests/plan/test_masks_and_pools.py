@@ -17,7 +17,7 @@ BATCH, SIZE, WIDTH = 4, 24, 16
 
 
 def normal(seed, *shape, scale=1.0, dtype=jnp.float32):
-    """Of NumPy, for which nothing is compiled."""
+    """Normal numbers. NumPy draws them, so that nothing is compiled."""
     return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), dtype)
 
 

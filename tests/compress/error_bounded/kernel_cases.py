@@ -84,7 +84,7 @@ def check_same(x, bound, capacity=None, interpret=True, signs=(True, False)) -> 
 
 
 def check_same_batched(xs, bound) -> None:
-    """Of each of `xs`, whose codes the kernels make side by side under `jax.vmap`; decoded without signs."""
+    """The same for each of `xs`, encoded by the kernels under `jax.vmap`, and decoded without signs."""
     exponent = step_exponent(bound, xs.dtype)
     capacity = Grid.of(xs[0].shape).tiles * 32 * _tiles.raw_words(xs.dtype)
     by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True, (False,))
