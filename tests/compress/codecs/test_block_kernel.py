@@ -50,7 +50,10 @@ def _check(codec, x, interpret):
     spoilt = np.isnan(distance)
     np.testing.assert_array_equal(np.isnan(np.asarray(got.ranges[-1])), spoilt)
     assert 0 < spoilt.sum() < 0.1 * spoilt.size
-    np.testing.assert_allclose(got.ranges[-1], distance, rtol=1e-6)
+    # Quotients may differ in the last digit, and what is in the middle of two numbers of bfloat16 be rounded to either.
+    found = np.asarray(got.ranges[-1])
+    np.testing.assert_allclose(found, distance, rtol=1e-6 if found.dtype == np.float32 else 2.0**-7)
+    assert np.mean(np.abs(found - distance)[~spoilt] > 1e-6 * distance[~spoilt]) < 1e-2
     decoded, wanted, steps = (np.asarray(a, np.float32) for a in (decoded, wanted, steps))
     np.testing.assert_array_equal(np.isnan(decoded), np.isnan(wanted))
     assert np.nanmax(np.abs(decoded - wanted) - 1.01 * steps - 2**-7 * np.abs(wanted)) <= 0  # another level at a tie
