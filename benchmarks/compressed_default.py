@@ -14,7 +14,6 @@ import functools
 import json
 import pathlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -90,17 +89,15 @@ def main(config: Config) -> None:
         rows.extend(row | settings | about for row in new)
         record.save(config.name, rows)
 
-    with ThreadPoolExecutor(len(ways)) as pool:  # while the network is trained
-        compiling = {name: pool.submit(compile_way, args, way) for name, way in ways.items()}
-        if photos is not None:
-            params, variables, codec, about = settled(case, config, photos, params, variables)
-            args = (params, variables, *args[2:])
-            _show(about)
-        compiled = {name: way.result() for name, way in compiling.items()}
-    save(measured(compiled, args))
+    if photos is not None:
+        params, variables, codec, about = settled(case, config, photos, params, variables)
+        args = (params, variables, *args[2:])
+        _show(about)
+    plain = compile_way(args, ways["plain"])
+    save(measured(ways | {"plain": plain}, args))
     if photos is not None:
         again = {
-            "plain again": compiled["plain"],
+            "plain again": plain,
             f"adaptive, where=conv; {_REST}": functools.partial(_adaptive_gradient, case, codec),
         }
         plain, adaptive = measured(again, args)

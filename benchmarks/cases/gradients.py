@@ -1,10 +1,8 @@
 """Compares ways to compute a gradient: time, temporary memory and error. `transformer_codes` and `compressed_default` use it."""
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -32,8 +30,8 @@ def compare(
       gradient_of: what a way returns -> the gradient.
       show: called with each row as soon as memory and error are known, and once more with all of it.
     """
-    with ThreadPoolExecutor(4) as pool:
-        compiled = dict(zip(ways, pool.map(functools.partial(compile_way, args), ways.values()), strict=True))
+    # One after the other: a GPU's compiler chooses kernels by their times, which another one at work would change.
+    compiled = {name: compile_way(args, way) for name, way in ways.items()}
     rows: dict[str, dict[str, Any]] = {name: {"case": name} for name in ways}
     reference = None
     for name, program in compiled.items():
