@@ -4,7 +4,7 @@ Five parts, each with a file of results of its own; `--parts` picks some of them
 
 stack         loss and gradient of the 1B shape, whole, by recipe
 layer         one layer of the 8B shape forward and backward, input and cotangent given
-feed_forward  half a layer, tiled and not
+feed_forward  half a layer of two shapes, tiled and not, in turns in one process
 real          one step of whole shapes at great length: six minutes for each; `--real-cases` picks some
 longest       the longest sequence that compiles within the memory of the GPU, by recipe, in one process; nothing is run
 
@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 
 import memjax
 from benchmarks import record
+from benchmarks.cases.gradients import compare
 from experiments.context import measure
 from experiments.data.text import standard_library
 from experiments.models import llama
@@ -56,6 +57,8 @@ class Config:
     layer_length: int = 65536
     layer_recipes: tuple[str, ...] = ("plain", "tiled+plain", "tiled+groups+plain", "tiled+groups+plain+keep_attention")
     """The recipes that the part "layer" compares."""
+    feed_forward_cases: tuple[str, ...] = ("8B 65536", "8B 131072", "1B 131072")
+    """Shape and tokens of each comparison of the part "feed_forward"."""
     real_cases: tuple[str, ...] = (
         "8B 401408 tiled+groups+slots=24+keep_attention",
         "1B 753664 tiled+groups+slots=16+keep_attention",
@@ -86,6 +89,7 @@ _SMOKE: dict[str, Any] = {
     "layer_shape": "tiny",
     "layer_length": 128,
     "layer_recipes": ("plain", "tiled=32+groups+plain+keep_attention"),
+    "feed_forward_cases": ("tiny 128",),
     "real_cases": ("tiny 256 tiled=32+groups+slots=2",),
     "longest_cases": ("tiny tiled=32+groups+slots=2",),
     "memory_limit": "64MiB",
@@ -101,7 +105,7 @@ def main(config: Config) -> None:
             {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in config.layer_recipes
         ],
         "feed_forward": [
-            {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in ("plain", "tiled+plain")
+            {"shape": shape, "length": int(length)} for shape, length in map(str.split, config.feed_forward_cases)
         ],
         "real": [
             {"shape": shape, "length": int(length), "recipe": recipe}
@@ -117,8 +121,10 @@ def main(config: Config) -> None:
         for case in cases[part]:
             case = {"part": part, **case, "repeats": config.repeats}
             case |= {"devices": config.devices} if config.devices > 1 else {}
-            rows.append(record.in_fresh_process("benchmarks.long_context", case, environ=_ENVIRON, timeout=1800))
-            print(json.dumps(rows[-1]), flush=True)
+            found = record.in_fresh_process("benchmarks.long_context", case, environ=_ENVIRON, timeout=1800)
+            new = found.get("rows", [found])
+            rows += new
+            print(*map(json.dumps, new), sep="\n", flush=True)
             if not config.smoke:
                 record.save(f"long_context_{part}" + (f"_{config.devices}" if config.devices > 1 else ""), rows)
 
@@ -135,6 +141,8 @@ def case(case: dict) -> dict:
         return _stack(decoder, case)
     if part == "longest":
         return _longest(decoder, case)
+    if part == "feed_forward":
+        return {"rows": _feed_forward(decoder, case)}
     return _real(decoder, case) if part == "real" else _layer(decoder, case)
 
 
@@ -189,6 +197,14 @@ def _layer(decoder: LlamaConfig, case: dict) -> dict:
         "ms": statistics.median(ms[1:]),
         "all_ms": ms[1:],
     }
+
+
+def _feed_forward(decoder: LlamaConfig, case: dict) -> list[dict]:
+    """They take turns: a difference of a hundredth is less than that between a card at rest and the same card later."""
+    made = {r: gradient_of_layer(decoder, "feed_forward", r, case["length"]) for r in ("plain", "tiled+plain")}
+    args = made["plain"][1]
+    rows = compare({recipe: f for recipe, (f, _) in made.items()}, args, rounds=6 * case["repeats"], calls=3)
+    return [case | {"recipe": row.pop("case")} | row for row in rows]
 
 
 def _real(decoder: LlamaConfig, case: dict) -> dict:
