@@ -197,18 +197,39 @@ def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array,
 
 
 def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
-    """The inverse of `pack_levels`."""
-    level, below = None, 0
+    """The inverse of `pack_levels`.
+
+    What four neighbours share is computed for words of four bytes. It is written down for each of them, or XLA would make the
+    words in a kernel of its own; compilers compute it once.
+    """
+    words, below = None, 0
     for width, plane in zip(WIDTHS[bits].planes, planes, strict=True):
-        per_byte = 8 // width
-        places = width * jnp.arange(per_byte, dtype=jnp.uint32)
-        wide = u32(plane)
-        shifted = wide[..., None, :] >> places[:, None] if width == _APART else wide[..., None] >> places
-        parts = (shifted << u32(below)) & u32((2**width - 1) << below)
-        part = parts.reshape(*plane.shape[:-1], per_byte * plane.shape[-1])
-        level, below = part if level is None else level | part, below + width
-    assert level is not None
-    return level
+        part = _in_bytes(plane, width) << u32(below)
+        words, below = part if words is None else words | part, below + width
+    assert words is not None
+    levels = (words >> (u32(8) * lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1))) & u32(0xFF)
+    return levels.reshape(*levels.shape[:-2], 4 * levels.shape[-2])
+
+
+def _in_bytes(plane: UInt8[Array, "... _"], width: int) -> UInt32[Array, "... fours 4"]:
+    """The parts of levels in a plane: those of four neighbours in the bytes of a word, which each of them has."""
+    leading, fours = plane.shape[:-1], 8 * plane.shape[-1] // width // 4
+    of_each = lambda x: jnp.broadcast_to(x[..., None], (*x.shape, 4))
+    is_second = lambda shape, axis: lax.broadcasted_iota(jnp.uint32, shape, axis) != 0
+    if width == 2:
+        pairs = of_each(u32(plane))
+        pairs = (pairs | pairs << 12) & u32(0x000F000F)
+        return (pairs | pairs << 6) & u32(0x03030303)
+    if width == 1:
+        eights = jnp.broadcast_to(u32(plane)[..., None, None], (*plane.shape, 2, 4))
+        parts = jnp.where(is_second(eights.shape, eights.ndim - 2), eights >> 4, eights) & u32(0xF)
+        return ((parts * u32(0x00204081)) & u32(0x01010101)).reshape(*leading, fours, 4)
+    words = of_each(lax.bitcast_convert_type(plane.reshape(*leading, plane.shape[-1] // 4, 4), jnp.uint32))
+    if width != _APART:
+        return words
+    pairs = jnp.broadcast_to(words[..., None, :, :], (*leading, 2, *words.shape[-2:]))
+    halves = jnp.where(is_second(pairs.shape, pairs.ndim - 3), pairs >> 4, pairs) & u32(0x0F0F0F0F)
+    return halves.reshape(*leading, fours, 4)
 
 
 # Levels of two neighbouring channels in one number, which tells the code of a kernel: 4 bits each in a byte, as the kernel
