@@ -86,12 +86,14 @@ def encode(
     positions, groups, width = x.shape
     part = width // _HALVES
     rows = _MORE_ROWS if positions % _MORE_ROWS == 0 else _ROWS
+    grid = groups, positions // rows
     multiply_add = functools.partial(kernels.multiply_add, interpret=interpret)
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
-        row = u32(pl.program_id(1) * rows) + lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 0)
-        column = u32(pl.program_id(0) * width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 1)
+        group, block = map(u32, kernels.place_in(grid))
+        row = block * u32(rows) + lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 0)
+        column = group * u32(width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 1)
         place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
             multiply_add(
@@ -115,7 +117,7 @@ def encode(
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
     # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
-    block = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
+    some = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
     whole = pl.BlockSpec((None, _HALVES, part), lambda j, i: (j, 0, 0))
     planes_in_pieces = jax.eval_shape(
         lambda half: _packed([half, half], bits, interpret=True), jax.ShapeDtypeStruct((1, part), jnp.uint32)
@@ -131,9 +133,9 @@ def encode(
         kernel,
         args,
         outs,
-        grid=(groups, positions // rows),
-        in_specs=[block(_HALVES, part), whole, whole],
-        out_specs=[*(block(*shape) for shape in shapes_of_planes), block(), block()],
+        grid=grid,
+        in_specs=[some(_HALVES, part), whole, whole],
+        out_specs=[*(some(*shape) for shape in shapes_of_planes), some(), some()],
         warps=4,
         interpret=interpret,
     )
