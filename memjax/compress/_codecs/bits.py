@@ -171,26 +171,6 @@ def _split(level: UInt32[Array, "... n"], width: int) -> list[UInt32[Array, "...
     return [level[..., i::per_byte] for i in range(per_byte)]
 
 
-def pack_halves(
-    low: UInt32[Array, "rows half"], high: UInt32[Array, "rows half"], bits: int
-) -> list[list[UInt32[Array, "rows _"]]]:
-    """The planes of levels whose last axis is cut into two halves, in one piece or two: for kernels."""
-    planes = []
-    for width in WIDTHS[bits].planes:
-        parts = [_lowest(half, width, bits) for half in (low, high)]
-        if width == _APART:
-            planes.append([parts[0] | (parts[1] << u32(width))])
-        else:
-            planes.append([_neighbours(part, width) for part in parts])
-        low, high = low >> u32(width), high >> u32(width)
-    return planes
-
-
-def _neighbours(part: UInt32[Array, "rows n"], width: int) -> UInt32[Array, "rows _"]:
-    parts = part.reshape(part.shape[0], -1, 8 // width)
-    return jnp.sum(parts << (u32(width) * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32)
-
-
 def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array, "..."]:
     """The part of a level for a plane. Above the last plane's there is nothing that a byte would have."""
     return level if width == WIDTHS[bits].planes[-1] else level & u32(2**width - 1)

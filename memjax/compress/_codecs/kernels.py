@@ -131,16 +131,31 @@ def second_bytes(x: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."
     return instruction(code, "=r,r,r,r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8)
 
 
-def nibbles(x: Int[Array, "..."], y: Int[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
-    """The lower four bits of the second bytes of two numbers as one byte, `y`'s above; of a multiple of four in each thread."""
+def nibbles(x: UInt8[Array, "..."], y: UInt8[Array, "..."], *, interpret: bool) -> UInt8[Array, "..."]:
+    """The lower four bits of two bytes as one, `y`'s above; of a multiple of four bytes in each thread."""
     if interpret:
-        return (second_bytes(x, interpret=True) & 15) | (second_bytes(y, interpret=True) << 4)
-    code = (
-        "{ .reg .b32 a, b, c, d; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 a, a, b, 0x5410; "
-        "prmt.b32 c, $5, $6, 0x0051; prmt.b32 d, $7, $8, 0x0051; prmt.b32 c, c, d, 0x5410; "
-        "shl.b32 c, c, 4; lop3.b32 $0, 0x0f0f0f0f, a, c, 0xca; }"
+        return (x & 15) | (y << 4)
+    code = "{ .reg .b32 high; shl.b32 high, $2, 4; lop3.b32 $0, 0x0f0f0f0f, $1, high, 0xca; }"
+    return instruction(code, "=r,r,r", x, y, dtype=jnp.int8, pack=4).astype(jnp.uint8)
+
+
+def neighbours(x: UInt8[Array, "rows n"], below: int, width: int, *, interpret: bool) -> UInt32[Array, "rows _"]:
+    """Of each byte the `width` bits, one or two, above the lowest `below`, those of neighbours together in a byte, the first in
+    its lowest bits; of a multiple of four bytes in each thread.
+    """
+    together = lambda parts, width: jnp.sum(
+        parts << (width * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32
     )
-    return instruction(code, "=r,r,r,r,r,r,r,r,r", x, y, dtype=jnp.int8, pack=4).astype(jnp.uint8)
+    in_parts = lambda values, size: values.astype(jnp.uint32).reshape(x.shape[0], -1, size)
+    if interpret:
+        return together((in_parts(x, 8 // width) >> below) & (2**width - 1), width)
+    # Of four bytes at a time, those of a register: the factor moves what is wanted of each of them into the highest one.
+    mask, factor = (0x01010101, 0x01020408) if width == 1 else (0x03030303, 0x01041040)
+    code = f"shr.b32 $0, $1, {below}; and.b32 $0, $0, {mask:#x}; mul.lo.u32 $0, $0, {factor:#x}; shr.b32 $0, $0, 24;"
+    found = in_parts(instruction(code, "=r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8), 4)
+    first = lax.broadcasted_iota(jnp.int32, found.shape, 2) == 0  # of four has it then
+    fours = jnp.sum(jnp.where(first, found, 0), 2, dtype=jnp.uint32)
+    return fours if width == 2 else together(in_parts(fours, 2), 4)
 
 
 def less_bytes(

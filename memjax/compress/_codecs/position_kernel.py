@@ -17,13 +17,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._codecs import kernels
-from memjax.compress._codecs.bits import DITHER_OFFSET, hashes_of_rows, pack_halves, u32
+from memjax.compress._codecs.bits import DITHER_OFFSET, WIDTHS, hashes_of_rows, u32
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 SAMPLES = 256
 """Positions from which channels are measured."""
 
-_ROWS, _MORE_ROWS = 32, 64  # positions of a program; fewer where there is no multiple of more
+_ROWS = 16  # positions of a program of one warp: with more warps ranges would be passed between them
 _HALVES = 2  # of a group, whose levels of 4 bits share bytes
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
@@ -84,16 +84,14 @@ def encode(
       levels: gives the lowest level and the distance of a range.
     """
     positions, groups, width = x.shape
-    part = width // _HALVES
-    rows = _MORE_ROWS if positions % _MORE_ROWS == 0 else _ROWS
-    grid = groups, positions // rows
+    part, grid = width // _HALVES, (groups, positions // _ROWS)
     multiply_add = functools.partial(kernels.multiply_add, interpret=interpret)
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
         group, block = map(u32, kernels.place_in(grid))
-        row = block * u32(rows) + lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 0)
-        column = group * u32(width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 1)
+        row = block * u32(_ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 0)
+        column = group * u32(width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 1)
         place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
             multiply_add(
@@ -117,7 +115,7 @@ def encode(
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
     # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
-    some = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
+    some = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
     whole = pl.BlockSpec((None, _HALVES, part), lambda j, i: (j, 0, 0))
     planes_in_pieces = jax.eval_shape(
         lambda half: _packed([half, half], bits, interpret=True), jax.ShapeDtypeStruct((1, part), jnp.uint32)
@@ -136,16 +134,22 @@ def encode(
         grid=grid,
         in_specs=[some(_HALVES, part), whole, whole],
         out_specs=[*(some(*shape) for shape in shapes_of_planes), some(), some()],
-        warps=4,
+        warps=1,
         interpret=interpret,
     )
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
 
 
 def _packed(digits: Sequence[UInt32[Array, "rows part"]], bits: int, *, interpret: bool) -> Sequence[Sequence[Array]]:
-    """The planes of two halves of levels, the second bytes of `digits`."""
-    if bits == 8:
-        return [[kernels.second_bytes(half, interpret=interpret) for half in digits]]
-    if bits == 4:
-        return [[kernels.nibbles(*digits, interpret=interpret)]]
-    return pack_halves(digits[0] >> u32(8), digits[1] >> u32(8), bits)
+    """The planes of `bits.pack_levels` of two halves of levels, the second bytes of `digits`, each in one piece or two."""
+    levels = [kernels.second_bytes(half, interpret=interpret) for half in digits]
+    planes, below = list[Sequence[Array]](), 0
+    for width in WIDTHS[bits].planes:
+        if width == 8:
+            planes.append(levels)
+        elif width == 4:
+            planes.append([kernels.nibbles(*levels, interpret=interpret)])
+        else:
+            planes.append([kernels.neighbours(half, below, width, interpret=interpret) for half in levels])
+        below += width
+    return planes
