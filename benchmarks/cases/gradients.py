@@ -15,6 +15,7 @@ def compare(
     *,
     rounds: int = 7,
     calls: int = 5,
+    settle: float = 0,
     gradient_of: Callable[[Any], Any] = lambda result: result,
     show: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
@@ -27,6 +28,7 @@ def compare(
       ways: functions of `args` that return a gradient, a pytree, or what `compile_way` made of them. One that fails has a row
         that says why.
       args: arrays.
+      settle: seconds for which they run before, as clocks of a GPU fall with its temperature.
       gradient_of: what a way returns -> the gradient.
       show: called with each row as soon as memory and error are known, and once more with all of it.
     """
@@ -51,6 +53,10 @@ def compare(
     del reference
     working = {name: program for name, program in compiled.items() if "error" not in rows[name]}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in working}
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < settle:
+        for program in working.values():
+            _milliseconds(program, args, calls)
     for _ in range(rounds):
         for name, program in working.items():
             _milliseconds(program, args, 1)  # brings this way's memory and clocks into their usual state

@@ -65,6 +65,25 @@ def _measured_layer() -> str:
     return table(header, body, [environment], "measured-layer")
 
 
+def _feed_forward() -> str:
+    environment, rows = load("long_context_feed_forward")
+    body = []
+    for plain, tiled in zip(rows[::2], rows[1::2], strict=True):
+        assert (plain["recipe"], tiled["recipe"]) == ("plain", "tiled+plain")
+        body.append(
+            [
+                f"Llama-3-{plain['shape']}",
+                f"{plain['length']:,}",
+                f"{plain['ms']:.1f}",
+                f"{tiled['ms']:.1f}",
+                f"{tiled['ms'] / plain['ms']:.3f}",
+                f"{tiled['temp_mib'] / plain['temp_mib']:.0%}",
+            ]
+        )
+    header = ["shape", "tokens", "whole, ms", "in tiles, ms", "of the time", "of the temporaries"]
+    return table(header, body, [environment], "feed-forward")
+
+
 def _measured_stack() -> str:
     environment, rows = load("long_context_stack")
     seconds = [statistics.median(row["seconds"]) for row in rows]
@@ -169,6 +188,7 @@ TABLES: Tables = {
     "four": _four,
     "longest": _longest,
     "measured-layer": _measured_layer,
+    "feed-forward": _feed_forward,
     "measured-stack": _measured_stack,
     "whole": lambda: _compiled("whole"),
     "layer": lambda: _compiled("layer"),
