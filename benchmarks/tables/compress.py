@@ -80,7 +80,8 @@ def public_table() -> str:
         *("final loss, plain", "compressed, less plain", "other data order, less plain"),
         *("largest error of the gradient", "bytes kept"),
     ]
-    return table(header, body, [environment], "public")
+    # A row of another run has the environment of that.
+    return table(header, body, [environment, *(row["environment"] for row in rows if "environment" in row)], "public")
 
 
 def training_table() -> str:
