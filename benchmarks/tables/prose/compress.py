@@ -250,13 +250,46 @@ def position_errors() -> str:
     )
 
 
+_WIDTH, _KEYS, _HIDDEN, _POSITIONS, _LAYERS = (
+    2048,
+    512,
+    8192,
+    4096,
+    8,
+)  # of the Llama layers; positions of each sequence
+_CODED = ((8, _KEYS), (8, _WIDTH), (6, _WIDTH), (5, _HIDDEN), (5, _HIDDEN))  # bits and features in a layer with 4 bits
+
+
+def _repeated() -> float:
+    """The share of a layer's arithmetic that runs again with codes of 4 bits: the products of queries and of keys."""
+    products = 2 * _WIDTH * (2 * _WIDTH + 2 * _KEYS + 3 * _HIDDEN)  # of a token, forward
+    attention = 2 * _POSITIONS * _WIDTH  # causal: half of two products with all keys
+    return 2 * _WIDTH * (_WIDTH + _KEYS) / (3 * products + 3.5 * attention)
+
+
 def repeated_products() -> str:
-    """The share of a Llama 3.2 1B layer's arithmetic that runs again with codes of 4 bits: products of queries and of outputs."""
-    width, hidden, keys, tokens = 2048, 8192, 512, 4096
-    products = 2 * width * (2 * width + 2 * keys + 3 * hidden)  # of a token, forward
-    attention = 2 * tokens * width  # causal: half of two products with all keys
-    again = 2 * width * 2 * width
-    return f"by count {percent(again / (3 * products + 3.5 * attention), 1)} of its arithmetic."
+    return f"by count {percent(_repeated(), 1)} of its arithmetic."
+
+
+def llama_limits() -> str:
+    """What 4 bits of Llama layers cost by count."""
+    rows, tokens = by("transformer_codes_llama", "case"), 4 * _POSITIONS
+    plain, four = rows["plain"], rows["compressed, 4 bits"]
+    of_plain = lambda nbytes: percent(nbytes / 2**20 / plain["temp_mib"], 1)
+    codes = sum(tokens * features * (bits + 0.25) / 8 for bits, features in _CODED)
+    exact = tokens * (2 * _WIDTH + 4 * 32)  # the layer's input, and log-sum-exps of 32 heads
+    read = sum(tokens * features * 2 for _, features in _CODED)
+    moved = _LAYERS * (read + codes) / 4.8e12 * 1e3 / plain["ms"]
+    fewer = _LAYERS * 2 * tokens * _HIDDEN / 8
+    more = four["ms"] / plain["ms"] - 1
+    assert more > _repeated() + moved
+    return (
+        f"What is kept takes {of_plain(_LAYERS * (codes + exact))} of the plain layers' memory by count, more than half of which "
+        "is the two factors of the feed-forward layer, of 5 bits each, and one array as large as these "
+        f"{of_plain(2 * tokens * _HIDDEN)} besides. Factors of 4 bits would take {of_plain(fewer)} less, but their errors are "
+        "twice as large. These two products, and one pass that reads what is encoded and writes codes at 4.8 TB/s, are "
+        f"{percent(_repeated() + moved, 1)} of the plain time by count, of {percent(more, 1)} that were measured."
+    )
 
 
 SENTENCES: dict[str, list[Callable[[], str]]] = {
@@ -279,7 +312,16 @@ SENTENCES: dict[str, list[Callable[[], str]]] = {
         ),
     ],
     "docs/benchmarks/transformer.md": [
-        *(llama_shares, repeated_products, llama_distance, scanned_plans, small_codes, small_plans, fastest_plans)
+        *(
+            llama_shares,
+            repeated_products,
+            llama_limits,
+            llama_distance,
+            scanned_plans,
+            small_codes,
+            small_plans,
+            fastest_plans,
+        )
     ],
     "docs/guides/compress.md": [
         *(llama_codes, resnet_codecs, position_errors),
