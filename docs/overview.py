@@ -88,9 +88,7 @@ def measured(axes) -> None:
         share = row.gib / row.plain_gib
         axes.barh(place, 1, color=GREY, alpha=0.3, height=0.62)
         axes.barh(place, share, color=BLUE, height=0.62)
-        axes.text(
-            share + 0.015, place, f"{size(row.gib)}, {row.ms / row.plain_ms:.2f} x the time", va="center", fontsize=8.5
-        )
+        axes.text(share + 0.015, place, f"{size(row.gib)}, {row.of_time:.2f} x the time", va="center", fontsize=8.5)
         axes.text(
             1.015, place, f"{row.plain}:\n{size(row.plain_gib)}".replace("`", ""), va="center", fontsize=8, color="0.35"
         )
