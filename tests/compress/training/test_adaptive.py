@@ -251,19 +251,21 @@ def test_scaled_gradients_have_the_statistics_of_scaled_losses():
     chex.assert_trees_all_close(got, want, rtol=1e-5)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def step_with(tx, params, state, x, by):
-    gradients = jax.grad(lambda p: by * loss(p["codec"], p["net"], x))(params)
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state
+gradient_of_scaled = jax.jit(jax.grad(lambda params, x, by: by * loss(params["codec"], params["net"], x)))
 
 
 def stepped(tx, by=1.0, steps=3):
     """Parameters after so many steps of a loss `by` times as large."""
+
+    @jax.jit
+    def update(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
     params = {"net": weights(1), "codec": found_layers(1, bound=2**-3)}
     state = jax.jit(tx.init)(params)
     for i in range(steps):
-        params, state = step_with(tx, params, state, batch(i), by)
+        params, state = update(params, state, gradient_of_scaled(params, batch(i), by))
     return jax.device_get(params)
 
 
@@ -306,7 +308,7 @@ def trained(steps, capacity, force=lambda step: False, ahead=False):
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer, "mean": mean, "key": key}, jnp.mean(x)
 
-    run = compress.transactional(step, window=10**6, margin=2, ahead=ahead)
+    run = compress.transactional(step, window=10**6, margin=4, ahead=ahead)
     outs = []
     for i in range(steps):
         if force(i):
