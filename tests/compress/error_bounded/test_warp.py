@@ -1,5 +1,6 @@
 """The instructions of the kernels for GPUs against what the rest of the code says in `jax.numpy`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from memjax.compress._error_bounded.warp import INTEGER, Warp, scales_of_bfloat1
 from tests.compress.error_bounded import ptx
 
 HERE, NATIVE = Warp(False), Warp(True)
+parts_here = jax.jit(HERE.parts)
+dequantized = jax.jit(dequantize, static_argnames=("dtype", "keeps_signs"))
+value_of = jax.jit(_value_of, static_argnames=("dtype", "keeps_signs"))
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +24,7 @@ def instructions(monkeypatch):
 
 def check_counted(magnitude, exponent):
     part = jnp.int32(exponent - 3)
-    here, there = (np.asarray(w.parts(magnitude, part, inverse_step(part))) for w in (HERE, NATIVE))
+    here, there = (np.asarray(f(magnitude, part, inverse_step(part))) for f in (parts_here, NATIVE.parts))
     is_large = here >= INTEGER + 2**23
     np.testing.assert_array_equal(there[~is_large], here[~is_large])
     assert (there[is_large] & (~INTEGER & 0xFF800000)).all()
@@ -52,8 +56,8 @@ def numbers_and_values(dtype, exponent, keeps_signs):
     parts = 16 if dtype == jnp.float32 else 8
     p, e = (x.reshape(-1) for x in np.meshgrid(np.arange(256, dtype=np.uint32), np.arange(parts, dtype=np.uint32)))
     is_some = (p > 0) | (e < parts - 1)  # the others do not come up, their number stands for zero, with signs
-    dither, k = jnp.asarray(e), jnp.int32(exponent)
-    values = dequantize(jnp.asarray(p), is_some, p < 0, k, dither, dtype, keeps_signs=keeps_signs)
+    k = jnp.int32(exponent)
+    values = dequantized(p, is_some, p < 0, k, e, dtype=dtype, keeps_signs=keeps_signs)
     numbers = parts * p + parts - 1 - e
     if keeps_signs:
         numbers = np.where(is_some & (numbers < parts // 2), parts // 2, numbers)
@@ -100,7 +104,7 @@ def test_float32_values_are_those_of_the_quantiser(exponent, keeps_signs):
         for half in range(2):
             got = np.asarray(warp.float_of_half(numbers << (16 * half), half))
             np.testing.assert_array_equal(got, 2.0**23 + numbers)
-    values = _value_of(jnp.asarray(got), step(jnp.int32(exponent)), jnp.dtype(jnp.float32), keeps_signs)
+    values = value_of(got, step(jnp.int32(exponent)), dtype=jnp.dtype(jnp.float32), keeps_signs=keeps_signs)
     np.testing.assert_array_equal(np.asarray(values).view(np.uint32), expected)
 
 
