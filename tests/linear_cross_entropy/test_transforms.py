@@ -273,7 +273,7 @@ def test_what_must_be_sharded_and_is_not_is_refused(specs, message):
     )
     bias = jnp.zeros(64 if specs[1] == specs[3] else 16)
     with pytest.raises(ValueError, match=message):
-        jax.shard_map(loss, mesh=mesh(2, 4), in_specs=specs, out_specs=P())(x, w, labels, bias)
+        jax.jit(jax.shard_map(loss, mesh=mesh(2, 4), in_specs=specs, out_specs=P()))(x, w, labels, bias)
 
 
 @pytest.mark.parametrize(

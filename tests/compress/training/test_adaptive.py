@@ -204,8 +204,13 @@ def bounds_after_an_update(found, **options):
         "net": dict.fromkeys(names, jnp.full((), -0.5)),
         "codec": dataclasses.replace(layers, statistics=found),
     }
-    updates, _ = tx.update(gradients, tx.init(params), params)
-    return np.asarray(optax.apply_updates(params, updates)["codec"].bound)
+
+    @jax.jit
+    def updated(params, gradients):
+        updates, _ = tx.update(gradients, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return np.asarray(updated(params, gradients)["codec"].bound)
 
 
 def statistics_of(power):
