@@ -181,9 +181,10 @@ class Trainer:
                 state, sums = train(state, self._put(next(self._task.train_batches)))
                 if self._simulated:
                     jax.block_until_ready((state, sums))
-                if step == start + 1:
+                if step == start + 1 and gc.isenabled():
                     # What tracing made are millions of objects. The collector would look through them all now and then,
                     # which takes it longer than steps do. Nor is it asked to once before, for that takes seconds, too.
+                    # Where it is off, what is frozen is the caller's, and stays so.
                     gc.freeze()
                     at_the_end.callback(gc.unfreeze)
                 evaluating = step % self._epoch_steps == 0 or step == total
