@@ -33,7 +33,6 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 TINY = [
     "--block-sizes",
     "1",
-    "1",
     "--image-size",
     "8",
     "--growth-rate",

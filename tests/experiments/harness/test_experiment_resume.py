@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[3]
 FLAGS = [
     "--block-sizes",
     "1",
-    "1",
     "--growth-rate",
     "2",
     "--image-size",

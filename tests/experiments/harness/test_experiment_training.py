@@ -23,7 +23,7 @@ from experiments.harness.reports import memory
 from experiments.harness.storage import records
 from experiments.harness.storage.checkpoints import Checkpoints
 
-TINY = ["--block-sizes", "1", "1", "--image-size", "8", "--growth-rate", "2"]
+TINY = ["--block-sizes", "1", "--image-size", "8", "--growth-rate", "2"]
 
 
 def start(folder, *argv) -> int:
@@ -33,7 +33,7 @@ def start(folder, *argv) -> int:
 
 def tiny_task(folder, **changes):
     config = dataclasses.replace(
-        PRESETS["cpu"], name="a", runs_dir=folder, block_sizes=(1, 1), growth_rate=2, image_size=8, **changes
+        PRESETS["cpu"], name="a", runs_dir=folder, block_sizes=(1,), growth_rate=2, image_size=8, **changes
     )
     return config, make_task(config)
 
@@ -53,7 +53,7 @@ def test_a_run_learns_and_leaves_its_records(finished):
     tests = records.read(finished / "metrics.jsonl", "test")
     assert [record["epoch"] for record in tests] == [1, 2]
     assert 0.2 < tests[-1]["top1"] <= tests[-1]["top5"] <= 1
-    assert json.loads((finished / "config.json").read_text())["block_sizes"] == [1, 1]
+    assert json.loads((finished / "config.json").read_text())["block_sizes"] == [1]
     compared = memory.load(finished / "memory.json")
     assert list(compared) == ['keep="features" (this run)', 'keep="all"']
     assert all((finished / name).stat().st_size > 5000 for name in ("curves.png", "memory.png"))
