@@ -94,18 +94,20 @@ def test_the_pool_is_that_of_flax(x64, shape):
         np.testing.assert_array_equal(result, exact)
 
 
-@pytest.mark.parametrize(("stem", "keep"), [("imagenet", "later_convolutions"), ("cifar", "features")])
-def test_modes_agree(stem, keep):
+@pytest.mark.parametrize(
+    ("stem", "keep", "sizes"), [("imagenet", "later_convolutions", (1, 2)), ("cifar", "features", (2,))]
+)
+def test_modes_agree(stem, keep, sizes):
     images = np.random.default_rng(0).normal(size=(4, 33, 33, 3)).astype(np.float32)
 
     @partial(jax.jit, static_argnums=0)
     def results(keep):
-        f, params, state = step(DenseNet((1, 2), 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0)))
+        f, params, state = step(DenseNet(sizes, 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0)))
         with jax.default_matmul_precision("highest"):
             return f(params, state, jnp.asarray(images))
 
     chex.assert_trees_all_close(*jax.device_get([results(keep), results("all")]), rtol=5e-3, atol=5e-3)
-    logits = jax.eval_shape(lambda: DenseNet((1, 2), 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0))(jnp.asarray(images)))
+    logits = jax.eval_shape(lambda: DenseNet(sizes, 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0))(jnp.asarray(images)))
     chex.assert_shape(logits, (4, 7))
     chex.assert_type(logits, jnp.float32)
 
