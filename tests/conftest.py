@@ -51,6 +51,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.disable()
 
 
+def pytest_collection_finish():
+    gc.freeze()  # all modules of tests, and what they import
+
+
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
