@@ -24,14 +24,14 @@ class Stem(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    def __init__(self, before, features, strides, axis_name, rngs):
+    def __init__(self, before, features, axis_name, rngs):
         norm = functools.partial(nnx.BatchNorm, axis_name=axis_name, rngs=rngs)
         conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
         inner = features // 4
         self.conv1, self.norm1 = conv(before, inner, (1, 1)), norm(inner)
-        self.conv2, self.norm2 = conv(inner, inner, (3, 3), strides=strides), norm(inner)
+        self.conv2, self.norm2 = conv(inner, inner, (3, 3)), norm(inner)
         self.conv3, self.norm3 = conv(inner, features, (1, 1)), norm(features)
-        self.skip = conv(before, features, (1, 1), strides=strides) if before != features else lambda x: x
+        self.skip = conv(before, features, (1, 1))
 
     def __call__(self, x):
         y = nnx.relu(self.norm1(self.conv1(x)))
@@ -39,16 +39,14 @@ class Bottleneck(nnx.Module):
         return nnx.relu(self.norm3(self.conv3(y)) + self.skip(x))
 
 
-@functools.cache
-def layers(axis_name):
+def network(axis_name, budget):
     rngs = nnx.Rngs(0)
-    sizes = [(8, 32, 1), (32, 64, 2)]
-    return [Stem(8, axis_name, rngs), *(Bottleneck(*size, axis_name, rngs) for size in sizes)]
+    return Chain(Stem(8, axis_name, rngs), Bottleneck(8, 32, axis_name, rngs), budget=budget)
 
 
 def temp(budget, axis_name="batch"):
     """Bytes of a compiled gradient, of one device; the batch is split over a mesh."""
-    graph, params, rest = nnx.split(Chain(*layers(axis_name), budget=budget), nnx.Param, ...)
+    graph, params, rest = nnx.split(nnx.eval_shape(lambda: network(axis_name, budget)), nnx.Param, ...)
 
     def loss(params, rest, x):
         model = nnx.merge(graph, params, rest, copy=True)
