@@ -30,11 +30,23 @@ def loss(params, xs, *, how=jax.lax.scan, **options):
     return (h * c).sum() + (ys**2).sum()
 
 
-@functools.cache
-def gradients(loss, length):
+def arguments(length):
     rng = np.random.default_rng(0)
-    params, xs = jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(length, 2, 3)))
-    return jax.jit(jax.grad(loss, (0, 1)))(params, xs)
+    return jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(length, 2, 3)))
+
+
+@functools.cache
+def traced(turns, length, budget):
+    """Gradients within a budget, by `turns` alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
+        budgeted = functools.partial(loss, how=remat.scan, budget=budget)
+        return jax.jit(jax.grad(budgeted, (0, 1))).trace(*arguments(length))
+
+
+@functools.cache
+def plain_gradients(length):
+    return jax.jit(jax.grad(loss, (0, 1)))(*arguments(length))
 
 
 @pytest.mark.filterwarnings("ignore:remat.scan")
@@ -42,10 +54,9 @@ def gradients(loss, length):
     ("turns", "length", "budget"),
     [(IN_ORDER, 4, "min"), (IN_ORDER, 150, 12000), (LEAN, 150, 12000), (LEAN, 150, 20000)],
 )
-def test_gradients_are_those_of_scan(x64, monkeypatch, turns, length, budget):
-    monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
-    budgeted = lambda params, xs: loss(params, xs, how=remat.scan, budget=budget)
-    for found, wanted in zip(gradients(budgeted, length), gradients(loss, length), strict=True):
+def test_gradients_are_those_of_scan(x64, turns, length, budget):
+    gradients = traced(turns, length, budget).lower().compile()(*arguments(length))
+    for found, wanted in zip(gradients, plain_gradients(length), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
 
 
@@ -97,15 +108,9 @@ def test_the_best_of_the_plans_that_fit_is_taken(runs, chosen, compiled):
     assert seen == compiled
 
 
-def test_steps_without_residuals_wait_only_where_all_do(monkeypatch):
-    def barriers(turns):
-        monkeypatch.setattr(scan, "unrolls", lambda *_, **__: [(turns, 1.0)])
-        budgeted = lambda params, xs: loss(params, xs, how=remat.scan, budget=12000)
-        return str(jax.make_jaxpr(jax.grad(budgeted))(jnp.ones((3, 3)), jnp.ones((150, 2, 3)))).count(
-            "optimization_barrier"
-        )
-
-    none, residuals, every = (barriers(Unroll(5, 5, which)) for which in ("none", "residuals", "all"))
+def test_steps_without_residuals_wait_only_where_all_do(x64):
+    barriers = lambda turns: str(traced(turns, 150, 12000).jaxpr).count("optimization_barrier")
+    none, residuals, every = map(barriers, (FAST, IN_ORDER, Unroll(5, 5, "all")))
     assert none < residuals < every
 
 
