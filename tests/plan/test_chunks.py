@@ -20,14 +20,13 @@ ALLOW = ("recompute", "tile")
 def parameters(dtype=float):
     names = {"embed": (5, WIDTH), "in": (WIDTH, WIDTH), "loop": (WIDTH, WIDTH), "hidden": (WIDTH, 4 * WIDTH)}
     names |= {"out": (4 * WIDTH, 6), "second": (WIDTH, WIDTH)}
-    keys = jax.random.split(jax.random.key(0), len(names))
-    shapes = zip(names.items(), keys, strict=True)
-    return {name: jax.random.normal(key, shape, dtype) / np.sqrt(shape[0]) for (name, shape), key in shapes}
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for name, shape in names.items()}
 
 
 def data(length=LENGTH, batch=BATCH, dtype=float):
-    keys = jax.random.split(jax.random.key(1), 2)
-    return jax.random.normal(keys[0], (length, batch, 5), dtype), jax.random.randint(keys[1], (length, batch), 0, 6)
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.normal(size=(length, batch, 5)), dtype), jnp.asarray(rng.integers(6, size=(length, batch)))
 
 
 def loop(p, x, reverse=False):

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def weights(*shapes, dtype=float):
-    keys = jax.random.split(jax.random.key(3), len(shapes))
-    return [jax.random.normal(key, shape, dtype) / 2 for key, shape in zip(keys, shapes, strict=True)]
+    rng = np.random.default_rng(3)
+    return [jnp.asarray(rng.normal(size=shape) / 2, dtype) for shape in shapes]
 
 
 def gru(p, h, x):
@@ -251,11 +251,12 @@ def has_one_product_a_turn(jaxpr):
 
 def test_gradients_of_plans_in_chunks(as_on_a_gpu):
     """Exact in float64, with a last chunk that is shorter. Each loop over steps has one product a turn, in both passes."""
-    f, args = functools.partial(one_loop, reverse=True), (parameters(), *data(300, 4))
+    f, args = functools.partial(one_loop, reverse=True), (parameters(), *data(150, 4))
     plain = jax.jit(jax.value_and_grad(f))
     plan = memjax.plan(f, *args, budget=memjax.measure(plain, *args).temp_bytes // 6, allow=ALLOW)
     [chunks] = plan.tiled
     assert "a loop over time" in chunks.what
+    assert chunks.length % chunks.tile
     step = jax.value_and_grad(memjax.planned(f, plan=plan))
     equal(jax.jit(step)(*args), plain(*args))
     assert has_one_product_a_turn(jax.make_jaxpr(step)(*args).jaxpr)
@@ -263,11 +264,11 @@ def test_gradients_of_plans_in_chunks(as_on_a_gpu):
 
 def test_gradients_of_steps_in_chunks(as_on_a_gpu):
     f = recurrent_policy
-    args = parameters(), *data(300, 4)
+    args = parameters(), *data(150, 4)
     plain = jax.jit(jax.value_and_grad(f))
     measured = memjax.measure(plain, *args)
     beside = measured.argument_bytes + measured.output_bytes
-    step = memjax.jit(jax.value_and_grad(f), budget=beside + measured.temp_bytes // 4, allow=ALLOW)
+    step = memjax.jit(jax.value_and_grad(f), budget=beside + measured.temp_bytes // 3, allow=ALLOW)
     assert "a loop over time" in str(step.plan(*args))
     equal(step(*args), plain(*args))
     assert has_one_product_a_turn(step.trace(*args).jaxpr.jaxpr)
