@@ -34,6 +34,6 @@ def step_of(tx, *, moves):
 
 def begin(tx, dtype):
     rng = np.random.default_rng(0)
-    of = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype)
+    of = lambda *shape: jax.device_put(np.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype))
     params = {"up": of(LAYERS, WIDTH, 2 * WIDTH), "down": of(LAYERS, 2 * WIDTH, WIDTH)}
     return params, jax.jit(tx.init)(params), of(32, WIDTH)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,12 +29,12 @@ class Step(NamedTuple):
 
 
 def parameters(layers: int = LAYERS) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), layers)
-    return [0.2 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys]
+    rng = np.random.default_rng(0)
+    return jax.device_put([0.2 * rng.normal(size=(WIDTH, WIDTH)) for _ in range(layers)])
 
 
 def batch(count: int = EXAMPLES) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (count, WIDTH))
+    return jax.device_put(np.random.default_rng(1).normal(size=(count, WIDTH)))
 
 
 def layer(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ OPTIMIZERS = {  # labels are masks to optax, one for each
 
 def weights():
     rng = np.random.default_rng(0)
-    of = lambda shape, dtype: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype)
+    of = lambda shape, dtype: jax.device_put(np.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype))
     down = of((LAYERS, WIDTH, RANK), jnp.float32)
     adapters = {"down": down, "up": jnp.zeros((LAYERS, RANK, WIDTH))}
     return {"base": of((LAYERS, WIDTH, WIDTH), jnp.bfloat16), "adapters": adapters}

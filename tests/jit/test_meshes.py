@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -109,9 +110,9 @@ def test_a_gathered_parameter_is_not_kept_for_the_backward_pass():
 
         return updating(loss)
 
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = [[0.1 * jax.random.normal(key, shape) for shape in ((64, 256), (256, 64))] for key in keys]
-    args = fully_sharded(params, jax.random.normal(keys[0], (2048, 64)), "d")
+    rng = np.random.default_rng(0)
+    params = [[0.1 * rng.normal(size=shape) for shape in ((64, 256), (256, 64))] for _ in range(4)]
+    args = fully_sharded(*jax.device_put((params, rng.normal(size=(2048, 64)))), "d")
     policy = jax.checkpoint_policies.dots_saveable
     donated = {"donate_argnums": (0, 1)}
     by_hand = jax.jit(step_of(jax.checkpoint(feed_forward, policy=policy)), **donated).lower(*args).compile(OPTIONS)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,13 +21,14 @@ def arguments(mesh, *specs, stacked):
     """Weights of layers, split so, and rows of a batch."""
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, P(*([None] * (a.ndim - 2)), *spec)))
     lead = (LAYERS,) if stacked else ()
-    draw = lambda key: [
-        place(0.1 * jax.random.normal(key, (*lead, *shape)), spec)
+    rng = np.random.default_rng(0)
+    draw = lambda: [
+        place(np.float32(0.1 * rng.normal(size=(*lead, *shape))), spec)
         for shape, spec in zip(((WIDTH, HIDDEN), (HIDDEN, WIDTH)), specs, strict=True)
     ]
-    params = draw(jax.random.key(0)) if stacked else [draw(jax.random.key(i)) for i in range(LAYERS)]
+    params = draw() if stacked else [draw() for _ in range(LAYERS)]
     state = jax.tree.map(jnp.zeros_like, (params, params))
-    return params, state, place(jax.random.normal(jax.random.key(9), (ROWS, WIDTH)), ("data", None))
+    return params, state, place(np.float32(rng.normal(size=(ROWS, WIDTH))), ("data", None))
 
 
 def step_of(loss):

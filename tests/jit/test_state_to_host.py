@@ -54,7 +54,7 @@ def test_the_step_fits_and_training_is_the_same(name, count):
     assert plan.updates_in_loops
     program = step.lower(params, state, x).compile()
     count.clear()
-    before, plain, now = jax.tree.leaves(state), (params, state), jax.tree.map(jnp.copy, (params, state))
+    before, plain, now = jax.tree.leaves(state), (params, state), jax.device_put((params, state), may_alias=False)
     for _ in range(3):
         plain, given = plainly(*plain, x), now
         now = step(*given, x)
@@ -97,7 +97,7 @@ def test_without_a_scan_state_is_moved_array_by_array():
     barriers = [eqn.invars for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     waits = [sum(map(is_on_host, atoms)) for atoms in barriers if is_on_host(atoms[0]) and not is_on_host(atoms[1])]
     assert waits.count(3) >= 2 * (len(params) - 1)
-    assert_equal(fits(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
+    assert_equal(fits(*jax.device_put(args, may_alias=False)), jax.jit(step)(*args))
 
 
 def is_on_host(atom):
@@ -108,16 +108,16 @@ def test_state_is_taken_from_wherever_it_is(count):
     args = begin(ADAM, jnp.float32)
     f = step_of(ADAM, moves=False)
     step, plainly = fitted(f, args, least=least_of_adam()), jax.jit(f)
-    params, state = step(*jax.tree.map(jnp.copy, args))
+    params, state = step(*jax.device_put(args, may_alias=False))
     expected = plainly(*plainly(*args[:2], args[2]), args[2])
     count.clear()
-    copies = jax.tree.map(jnp.copy, (params, jax.device_put(state, jax.memory.Space.Device)))
+    copies = jax.device_put((params, jax.device_put(state, jax.memory.Space.Device)), may_alias=False)
     assert_equal(step(*copies, args[2]), expected)  # on the device again
     assert not count
     # In another process a checkpoint is restored to the shardings that it was saved with.
     restored = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), (params, state))
     roomy = memjax.jit(f, budget=2**30, allow=ALLOW, donate_argnums=(0, 1))
-    out = roomy(*jax.tree.map(jnp.copy, restored), args[2])
+    out = roomy(*jax.device_put(restored, may_alias=False), args[2])
     assert_equal(out, expected)
     assert kinds(out) == {"device"}
     again = fitted(f, args, least=least_of_adam())
@@ -139,9 +139,9 @@ def test_a_plan_is_data(tmp_path, count):
     assert f"{plan.host_nbytes / 2**10:.2f} KiB of state on the host" in str(plan)
     acting = memjax.jit(step_of(tx, moves=False), plan=memjax.StepPlan.from_json(plan.to_json()), donate_argnums=(0, 1))
     expected = jax.jit(step_of(tx, moves=False))(*args)
-    assert_equal(acting(*jax.tree.map(jnp.copy, args)), expected)
+    assert_equal(acting(*jax.device_put(args, may_alias=False)), expected)
     count.clear()
-    out = step.asking()(*jax.tree.map(jnp.copy, args))
+    out = step.asking()(*jax.device_put(args, may_alias=False))
     assert not count  # it was kept on disk
     assert_equal(out, expected)
     assert "pinned_host" in kinds(out[1])
@@ -153,7 +153,7 @@ def test_the_least_memory_has_all_state_on_the_host():
     args = begin(ADAM, jnp.float32)
     step = memjax.jit(step_of(ADAM, moves=False), budget="min", allow=ALLOW, donate_argnums=(0, 1))
     assert step.plan(*args).host_nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(args[1]) if leaf.ndim)
-    assert_equal(step(*jax.tree.map(jnp.copy, args)), jax.jit(step_of(ADAM, moves=False))(*args))
+    assert_equal(step(*jax.device_put(args, may_alias=False)), jax.jit(step_of(ADAM, moves=False))(*args))
 
 
 def test_nnx_objects_are_updated_in_place():
@@ -193,7 +193,7 @@ def test_state_on_a_mesh_stays_divided():
     params, state, x = *jax.tree.map(place, (params, state)), jax.device_put(x, NamedSharding(mesh, P("data")))
     step = fitted(step_of(ADAM, moves=False), (params, state, x))
     plan, expected = step.plan(params, state, x), jax.jit(step_of(ADAM, moves=False))(params, state, x)
-    out = step(*jax.tree.map(jnp.copy, (params, state)), x)
+    out = step(*jax.device_put((params, state), may_alias=False), x)
     on_host = [leaf for leaf in jax.tree.leaves(out) if leaf.sharding.memory_kind == "pinned_host"]
     assert all(leaf.sharding.spec == P(None, "data") for leaf in on_host)
     assert sum(leaf.nbytes for leaf in on_host) == 8 * plan.host_nbytes > 0
@@ -210,13 +210,13 @@ def test_options_of_jit_are_kept():
 
     options = {"static_argnums": 0, "donate_argnums": (1, 2), "in_shardings": here, "out_shardings": (here, None)}
     step = fitted(scaled, (2, *args), least=least_of_adam(), **options)
-    out = step(2, *jax.tree.map(jnp.copy, args))
+    out = step(2, *jax.device_put(args, may_alias=False))
     assert_equal(out, jax.jit(scaled, static_argnums=0)(2, *args))
     assert (kinds(out[0]), "pinned_host" in kinds(out[1])) == ({"device"}, True)
     named = memjax.jit(
         lambda *, params, state, x: f(params, state, x), budget="min", allow=ALLOW, donate_argnames=("params", "state")
     )
-    given = dict(zip(("params", "state", "x"), jax.tree.map(jnp.copy, args), strict=True))
+    given = dict(zip(("params", "state", "x"), jax.device_put(args, may_alias=False), strict=True))
     assert kinds(named(**given)[1]) == {"pinned_host"}
 
 

@@ -51,14 +51,13 @@ def squared(logits, labels):
 
 
 def parameters():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, VOCABULARY)]
-    return [jax.random.normal(key, shape) / 6 for key, shape in zip(keys, shapes, strict=True)]
+    rng = np.random.default_rng(0)
+    return jax.device_put([rng.normal(size=(WIDTH, columns)) / 6 for columns in (WIDTH, WIDTH, VOCABULARY)])
 
 
 def batch(shape=(TOKENS,)):
-    x = jax.random.normal(jax.random.key(1), (*shape, WIDTH))
-    return x, jax.random.randint(jax.random.key(2), shape, 0, VOCABULARY)
+    rng = np.random.default_rng(1)
+    return jax.device_put((rng.normal(size=(*shape, WIDTH)), rng.integers(VOCABULARY, size=shape)))
 
 
 def step_of(of_logits):
@@ -113,9 +112,9 @@ def test_metrics_of_logits_behind_the_gradient_of_a_deep_network_do_not_keep_the
         (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(ws, x, labels)
         return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value, jnp.mean(logits.argmax(-1) == labels)
 
-    keys = jax.random.split(jax.random.key(0), 9)
-    ws = [jax.random.normal(key, (128, 128)) / 12 for key in keys[1:]] + [parameters()[2].repeat(4, 0)]
-    args = ws, jax.random.normal(keys[0], (TOKENS, 128)), batch()[1]
+    rng = np.random.default_rng(0)
+    ws = [rng.normal(size=(128, 128)) / 12 for _ in range(8)] + [np.repeat(parameters()[2], 4, 0)]
+    args = *jax.device_put((ws, rng.normal(size=(TOKENS, 128)))), batch()[1]
     closed = jax.make_jaxpr(step)(*args)
     body = Body(closed, TileOn("cpu"))
     assert [one.nbytes for one in body.tiled] == [LOGITS]
@@ -241,7 +240,7 @@ def test_a_tied_embedding_in_few_bits_and_dropout():
         values = [jitted(model, optimizer, tokens) for _ in range(3)]
         return values, nnx.state(model, nnx.Param)
 
-    tokens = jax.random.randint(jax.random.key(3), (8, 129), 0, VOCABULARY)
+    tokens = jax.device_put(np.random.default_rng(3).integers(VOCABULARY, size=(8, 129)))
     planned = memjax.jit(step, budget="33%", allow=TILES, donate_argnums=(0, 1))
     found, expected = trained(planned), trained(nnx.jit(step))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

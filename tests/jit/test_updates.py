@@ -64,7 +64,7 @@ def begin(tx, dtype, width=WIDTH):
     """Weights, state and tokens."""
     rng = np.random.default_rng(0)
     shapes = {"scale": (LAYERS, width), "up": (LAYERS, width, 2 * width), "down": (LAYERS, 2 * width, width)}
-    of = lambda shape: jnp.asarray(0.1 * rng.normal(size=shape), dtype)
+    of = lambda shape: jax.device_put(np.asarray(0.1 * rng.normal(size=shape), dtype))
     params = {"embedding": of((100, width)), "layers": {name: of(shape) for name, shape in shapes.items()}}
     return params, jax.jit(tx.init)(params), jnp.arange(256) % 100
 
@@ -82,7 +82,7 @@ def moved(step, args, two_passes=False):
 
 
 def copied(tree):
-    return jax.tree.map(jnp.copy, tree)
+    return jax.device_put(tree, may_alias=False)
 
 
 def close(one, other, **tolerance):
@@ -266,7 +266,7 @@ def test_what_keeps_gradients_is_said():
 def _two_networks(scaled_by):
     """Two scans, whose updates are scaled by numbers that `scaled_by` makes of what their backward loops carry out."""
     rng = np.random.default_rng(1)
-    params = {name: jnp.asarray(rng.normal(size=(LAYERS, 16, 16)) / 4) for name in "ab"}
+    params = {name: jax.device_put(rng.normal(size=(LAYERS, 16, 16)) / 4) for name in "ab"}
 
     def loss(w, x):
         return jnp.mean(jnp.square(jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p), None), x, w)[0]))
@@ -277,13 +277,13 @@ def _two_networks(scaled_by):
         new = [params[name] - 0.1 * scale * g for name, scale, g in zip("ab", scales, grads, strict=True)]
         return dict(zip("ab", new, strict=True)), state
 
-    return step, (params, (), jnp.asarray(rng.normal(size=(8, 16))))
+    return step, (params, (), jax.device_put(rng.normal(size=(8, 16))))
 
 
 def _one_stack_twice(_):
     """Two scans over the same weights."""
     rng = np.random.default_rng(1)
-    params = {"w": jnp.asarray(rng.normal(size=(LAYERS, 16, 16)) / 4), "e": jnp.asarray(rng.normal(size=(8, 16)))}
+    params = {"w": jax.device_put(rng.normal(size=(LAYERS, 16, 16)) / 4), "e": jax.device_put(rng.normal(size=(8, 16)))}
 
     def loss(params):
         run = lambda x: jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p), None), x, params["w"])[0]
@@ -305,6 +305,6 @@ def test_each_backward_loop_runs_once(make, scaled_by, x64):
     run, leaves, _ = moved(step, args)
     assert run.trace(*leaves).jaxpr.pretty_print().count("scan[") == 4
     wanted = jax.jit(step)(*args)
-    found = run(*map(jnp.copy, leaves))
+    found = run(*copied(leaves))
     for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)

@@ -17,16 +17,16 @@ def layer(p, x):
 def parameters(dtype=jnp.float64, layers=LAYERS):
     rng = np.random.default_rng(0)
     shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    one = lambda: {name: jnp.asarray(0.1 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-    return [one() for _ in range(layers)]
+    one = lambda: {name: np.asarray(0.1 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return jax.device_put([one() for _ in range(layers)])
 
 
 def inputs(dtype=jnp.float64, rows=ROWS):
-    return jnp.asarray(np.random.default_rng(1).normal(size=(rows, WIDTH)), dtype)
+    return jax.device_put(np.asarray(np.random.default_rng(1).normal(size=(rows, WIDTH)), dtype))
 
 
 def stacked(params):
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *params)
+    return jax.device_put(jax.tree.map(lambda *leaves: np.stack(leaves), *params))
 
 
 def unrolled_loss(params, x):
@@ -42,7 +42,7 @@ def scanned_loss(params, x):
 
 def resnet_parameters(width=8, blocks=1):
     rng = np.random.default_rng(0)
-    kernel = lambda *shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)
+    kernel = lambda *shape: jax.device_put(np.asarray(0.2 * rng.normal(size=shape), jnp.float32))
     stages = [
         {"down": kernel(3, 3, before, after), "blocks": [[kernel(3, 3, after, after)] * 2 for _ in range(blocks)]}
         for before, after in ((3, width), (width, 2 * width))
@@ -51,7 +51,7 @@ def resnet_parameters(width=8, blocks=1):
 
 
 def images():
-    return jnp.asarray(np.random.default_rng(1).normal(size=(8, 32, 32, 3)), jnp.float32)
+    return jax.device_put(np.asarray(np.random.default_rng(1).normal(size=(8, 32, 32, 3)), jnp.float32))
 
 
 def resnet_loss(params, x):

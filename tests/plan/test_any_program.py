@@ -77,7 +77,7 @@ def test_branches_and_results_that_are_constants():
 
 def test_one_array_in_two_arguments():
     two = lambda one, other: tanh_loss(one, X) + jnp.sum(jnp.sin(other))
-    w = jnp.asarray(W)
+    w = jax.device_put(W)
     plan = memjax.plan(two, w, w, budget="min", argnums=1)
     np.testing.assert_allclose(jax.grad(memjax.planned(two, plan=plan), 1)(w, w), np.cos(W), rtol=1e-6)
 
@@ -123,8 +123,8 @@ def test_a_module_that_is_closed_over_and_changed():
 def test_weights_of_one_device_beside_a_sharded_batch():
     mesh = jax.make_mesh((3,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("d")))
-    plan = memjax.plan(tanh_loss, jnp.asarray(W), x, budget="min")
-    got = jax.jit(jax.grad(memjax.planned(tanh_loss, plan=plan)))(jnp.asarray(W), x)
+    plan = memjax.plan(tanh_loss, jax.device_put(W), x, budget="min")
+    got = jax.jit(jax.grad(memjax.planned(tanh_loss, plan=plan)))(jax.device_put(W), x)
     np.testing.assert_allclose(got, jax.grad(tanh_loss)(W, X), rtol=1e-5, atol=1e-6)
 
 

@@ -13,12 +13,10 @@ from memjax._plan.result import Tiled
 
 LAYERS, WIDTH, HIDDEN = 6, 64, 256
 SIZES = {"up": (WIDTH, HIDDEN), "mix": (HIDDEN, HIDDEN), "down": (HIDDEN, WIDTH)}
-WEIGHTS = {
-    name: jax.random.normal(key, (LAYERS, *size)) * size[0] ** -0.5
-    for (name, size), key in zip(SIZES.items(), jax.random.split(jax.random.key(0), 3), strict=True)
-}
-HEAD = jax.random.normal(jax.random.key(2), (WIDTH, 4 * HIDDEN)) / 8
-X = jax.random.normal(jax.random.key(1), (256, WIDTH))
+RNG = np.random.default_rng(0)
+WEIGHTS = jax.device_put({name: RNG.normal(size=(LAYERS, *size)) * size[0] ** -0.5 for name, size in SIZES.items()})
+HEAD = jax.device_put(RNG.normal(size=(WIDTH, 4 * HIDDEN)) / 8)
+X = jax.device_put(RNG.normal(size=(256, WIDTH)))
 
 
 def layer(p, x):

@@ -21,12 +21,14 @@ def parameters(dtype=float):
     names = {"embed": (5, WIDTH), "in": (WIDTH, WIDTH), "loop": (WIDTH, WIDTH), "hidden": (WIDTH, 4 * WIDTH)}
     names |= {"out": (4 * WIDTH, 6), "second": (WIDTH, WIDTH)}
     rng = np.random.default_rng(0)
-    return {name: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype) for name, shape in names.items()}
+    draw = lambda shape: jax.device_put(np.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype))
+    return {name: draw(shape) for name, shape in names.items()}
 
 
 def data(length=LENGTH, batch=BATCH, dtype=float):
     rng = np.random.default_rng(1)
-    return jnp.asarray(rng.normal(size=(length, batch, 5)), dtype), jnp.asarray(rng.integers(6, size=(length, batch)))
+    x = jax.device_put(np.asarray(rng.normal(size=(length, batch, 5)), dtype))
+    return x, jax.device_put(rng.integers(6, size=(length, batch)))
 
 
 def loop(p, x, reverse=False):

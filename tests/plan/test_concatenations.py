@@ -15,12 +15,12 @@ FEATURES = 4 * ROWS * GROWTH * (LAYERS + 1)  # bytes
 
 def weights(dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    of = lambda width: jnp.asarray(rng.normal(size=(width, GROWTH)) / width**0.5, dtype)
+    of = lambda width: jax.device_put(np.asarray(rng.normal(size=(width, GROWTH)) / width**0.5, dtype))
     return [of((i + 1) * GROWTH) for i in range(LAYERS)]
 
 
 def rows(dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, GROWTH)), dtype)
+    return jax.device_put(np.asarray(np.random.default_rng(1).normal(size=(ROWS, GROWTH)), dtype))
 
 
 def dense_loss(ws, x):

@@ -68,8 +68,8 @@ def _of_stages(w, y, count):
 
 
 def _arguments():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return jax.random.normal(keys[0], (WIDTH, WIDTH)) / 4, jax.random.normal(keys[1], (ROWS, WIDTH))
+    rng = np.random.default_rng(0)
+    return jax.device_put((rng.normal(size=(WIDTH, WIDTH)) / 4, rng.normal(size=(ROWS, WIDTH))))
 
 
 def _plain(loss):

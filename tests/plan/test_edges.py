@@ -78,12 +78,12 @@ def attention(params, graph):
 
 def problem(nodes=NODES, edges=EDGES, width=WIDTH, dtype=None, count=ROUNDS):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
+    draw = lambda *shape: jax.device_put(np.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype))
     rounds = [
         (draw(3 * width, 2 * width), draw(2 * width, width), draw(2 * width, width), jnp.ones(width, dtype))
         for _ in range(count)
     ]
-    ends = {name: jnp.asarray(rng.integers(nodes, size=edges)) for name in ("senders", "receivers")}
+    ends = {name: jax.device_put(rng.integers(nodes, size=edges)) for name in ("senders", "receivers")}
     graph = {"nodes": draw(nodes, 5) * 3, "edges": draw(edges, 3) * 3, **ends}
     return {"nodes": draw(5, width), "edges": draw(3, width), "rounds": rounds}, graph
 

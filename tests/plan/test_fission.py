@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 def weights(*shapes, dtype=float):
     rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.normal(size=shape) / 2, dtype) for shape in shapes]
+    return [jax.device_put(np.asarray(rng.normal(size=shape) / 2, dtype)) for shape in shapes]
 
 
 def gru(p, h, x):

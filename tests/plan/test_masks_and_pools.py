@@ -18,7 +18,7 @@ BATCH, SIZE, WIDTH = 4, 24, 16
 
 def normal(seed, *shape, scale=1.0, dtype=jnp.float32):
     """Normal numbers. NumPy draws them, so that nothing is compiled."""
-    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), dtype)
+    return jax.device_put(np.asarray(scale * np.random.default_rng(seed).normal(size=shape), dtype))
 
 
 def parameters(dtype=jnp.float32, layers=2):

@@ -131,7 +131,7 @@ def test_attention_of_a_kernel_by_platform():
         return jnp.sum(q.astype(jnp.float32) ** 2)
 
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(0.1 * rng.normal(size=(1, 64, 2, 16)), jnp.bfloat16) for _ in range(3))
+    q, k, v = (jax.device_put((0.1 * rng.normal(size=(1, 64, 2, 16))).astype(jnp.bfloat16)) for _ in range(3))
     planned = memjax.planned(loss, budget="min")
     found, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (planned, loss))
     for one, other in zip(found, wanted, strict=True):

@@ -36,9 +36,9 @@ def arguments():
     rng = np.random.default_rng(0)
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     shapes |= dict.fromkeys(("q", "k", "v"), (WIDTH, WIDTH))
-    draw = lambda shape: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+    draw = lambda shape: jax.device_put(np.asarray(0.1 * rng.normal(size=shape), jnp.float32))
     params = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
-    return params, jnp.asarray(rng.normal(size=(BATCH * LENGTH, WIDTH)), jnp.float32)
+    return params, jax.device_put(np.asarray(rng.normal(size=(BATCH * LENGTH, WIDTH)), jnp.float32))
 
 
 @functools.cache

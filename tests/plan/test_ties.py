@@ -29,8 +29,8 @@ def scanned(ws, x):
 
 
 def arguments():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return jax.random.normal(keys[0], (6, WIDTH, WIDTH)), jax.random.normal(keys[1], (ROWS, WIDTH))
+    rng = np.random.default_rng(0)
+    return jax.device_put((rng.normal(size=(6, WIDTH, WIDTH)), rng.normal(size=(ROWS, WIDTH))))
 
 
 def compared_with_results(passes):

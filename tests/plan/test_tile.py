@@ -26,8 +26,8 @@ FEW = 6 * B * T * V * 8 // 10
 
 def data(dtype=jnp.float64):
     rng = np.random.default_rng(0)
-    w, x = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((D, V), (B, T, D)))
-    return w, x, jnp.asarray(rng.integers(V, size=(B, T)))
+    w, x = (jax.device_put(np.asarray(rng.normal(size=shape), dtype)) for shape in ((D, V), (B, T, D)))
+    return w, x, jax.device_put(rng.integers(V, size=(B, T)))
 
 
 def mean(w, x, y):
@@ -297,8 +297,8 @@ def gated_layer(x, p):
 
 def gated_layers():
     rng = np.random.default_rng(0)
-    draw = lambda: {name: jnp.asarray(0.3 * rng.normal(size=(D, 16 * D))) for name in ("up", "gate", "down")}
-    return [draw(), draw()], jnp.asarray(rng.normal(size=(1, 2048, D)))
+    draw = lambda: {name: jax.device_put(0.3 * rng.normal(size=(D, 16 * D))) for name in ("up", "gate", "down")}
+    return [draw(), draw()], jax.device_put(rng.normal(size=(1, 2048, D)))
 
 
 def test_feed_forward_layers_between_layers_that_mix_positions():
@@ -319,7 +319,7 @@ def test_feed_forward_layers_between_layers_that_mix_positions():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_feed_forward_layers_in_a_scan(reverse):
     layers, x = gated_layers()
-    layers = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *layers)
+    layers = jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), *layers)
 
     def loss(layers, x):
         x, sums = jax.lax.scan(lambda x, p: (gated_layer(x, p), jnp.sum(x)), x, layers, reverse=reverse)

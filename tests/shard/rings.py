@@ -1,7 +1,6 @@
 """What the tests of rings share."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
@@ -24,7 +23,7 @@ FIRST = PartitionSpec("ring")
 
 def normal(*shapes, seed=0, dtype=np.float64):
     random = np.random.default_rng(seed)
-    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
+    return jax.device_put([np.asarray(random.normal(size=shape), dtype) for shape in shapes])
 
 
 def outputs_and_gradients(f, cotangent, *args):

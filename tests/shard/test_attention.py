@@ -37,7 +37,7 @@ def over_ring(size, layout="zigzag", segment_ids=None, **options):
     order, back = (zigzag, unzigzag) if layout == "zigzag" else (lambda a, n: a, lambda a, n: a)
 
     def attention(q, k, v):
-        extra = () if segment_ids is None else (order(jnp.asarray(segment_ids), size),)
+        extra = () if segment_ids is None else (order(jax.device_put(segment_ids), size),)
         local = lambda q, k, v, *segments: metp_attention(
             q, k, v, axis_name="ring", layout=layout, segment_ids=segments[0] if segments else None, **options
         )
@@ -87,7 +87,7 @@ def test_bfloat16_is_as_exact_as_on_one_device():
     shapes = (1, 64, 4, 16), (1, 64, 2, 16), (1, 64, 2, 16), (1, 64, 4, 16)
     q, k, v, do = normal(*shapes, dtype=jnp.bfloat16)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (do, q, k, v)]
+        wide = [jax.device_put(np.asarray(a, np.float64)) for a in (do, q, k, v)]
         exact = [np.asarray(a) for a in outputs_and_gradients(lambda *x: plain(*x, causal=True), *wide)]
     error = lambda got: [np.linalg.norm(np.asarray(a, np.float64) - b) for a, b in zip(got, exact, strict=True)]
     ordinary = error(outputs_and_gradients(lambda *x: plain(*x, causal=True), do, q, k, v))
@@ -141,7 +141,7 @@ def test_zigzag_and_positions():
     sequence = np.arange(48).reshape(1, 48, 1)
     order = zigzag(sequence, 4)
     np.testing.assert_array_equal(unzigzag(order, 4), sequence)
-    np.testing.assert_array_equal(unzigzag(zigzag(jnp.asarray(sequence), 4), 4), sequence)
+    np.testing.assert_array_equal(unzigzag(zigzag(jax.device_put(sequence), 4), 4), sequence)
     for layout, whole in (("zigzag", order), ("contiguous", sequence)):
         parts = [positions(12, rank, 4, layout) for rank in range(4)]
         np.testing.assert_array_equal(np.concatenate(parts), whole.reshape(-1))

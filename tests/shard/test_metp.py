@@ -50,7 +50,7 @@ def test_bfloat16_is_as_exact_as_on_one_device():
     wide = [a * scale for a, scale in zip(wide, (1, 0.1, 0.1, 0.1, 1), strict=True)]
     *args, do = [a.astype(jnp.bfloat16) for a in wide]
     with jax.enable_x64(True):
-        exact = outputs_and_gradients(gated, *[jnp.asarray(np.asarray(a, np.float64)) for a in (do, *args)])
+        exact = outputs_and_gradients(gated, *[jax.device_put(np.asarray(a, np.float64)) for a in (do, *args)])
         exact = [np.asarray(a) for a in exact]
     error = lambda got: [np.linalg.norm(np.asarray(a, np.float64) - b) for a, b in zip(got, exact, strict=True)]
     plain = error(outputs_and_gradients(gated, do, *args))

@@ -16,7 +16,7 @@ from memjax import linear_cross_entropy
 from memjax.shard import MetpAttention, baselines, metp, metp_attention, metp_mlp, vocab_cross_entropy
 from tests.shard.rings import FIRST, ROWS, normal, sharded
 
-LABELS = jnp.asarray(np.random.default_rng(1).integers(0, 24, (2, 16)), jnp.int32)
+LABELS = jax.device_put(np.random.default_rng(1).integers(0, 24, (2, 16), np.int32))
 MLP = ((2, 16, 6), (6, 8), (8, 6))
 ATTENTION = ((2, 16, 4, 2),) * 3
 

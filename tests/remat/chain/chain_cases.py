@@ -12,7 +12,7 @@ def plain(blocks, params, x):
 
 
 def _normal(seed, *shape, dtype=None):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, dtype or float)
+    return jax.device_put(np.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, dtype or float))
 
 
 def mlp(p, x):
@@ -86,7 +86,8 @@ def transformers(count=6, width=16, length=16, batch=2):
 
     blocks = [embed, *[transformer_block] * count, loss]
     params = [_normal(7, 32, width), *(block(10 * i) for i in range(count)), _normal(8, width, 32)]
-    return blocks, params, jnp.asarray(np.random.default_rng(0).integers(32, size=(batch, length)), jnp.int32)
+    tokens = np.random.default_rng(0).integers(32, size=(batch, length), dtype=np.int32)
+    return blocks, params, jax.device_put(tokens)
 
 
 def close(got, want, tolerance=1e-12):

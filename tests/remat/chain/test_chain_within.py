@@ -28,7 +28,7 @@ PRODUCTS_OF_WIDE = 2 * ROWS * WIDTH * 8 * WIDTH
 
 def model(count=BLOCKS):
     rng = np.random.default_rng(0)
-    draw = lambda *size: jnp.asarray(rng.normal(size=size), float)
+    draw = lambda *size: jax.device_put(rng.normal(size=size))
     params = [{"up": draw(WIDTH, 8 * WIDTH) * 0.1, "down": draw(8 * WIDTH, WIDTH) * 0.1} for _ in range(count)]
     return [uneven] * count, params, draw(ROWS, WIDTH)
 

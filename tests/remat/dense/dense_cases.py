@@ -29,7 +29,7 @@ def random_block(spec: DenseSpec, shape, *, seed: int, dtype=jnp.float32):
     consumed = spec.out_features - k
     running = DenseStatistics(0.3 * normal(consumed), 1 + 0.3 * rng.random(consumed), mean2, var2)
     x, cotangent = normal(*shape, spec.in_features), normal(*shape, spec.out_features)
-    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (params, running, x, cotangent))
+    return jax.device_put(jax.tree.map(lambda a: np.asarray(a, dtype), (params, running, x, cotangent)))
 
 
 def relative_errors(result, reference) -> dict[str, float]:

@@ -119,6 +119,10 @@ class LinenModel(nn.Module):
         return nn.Dense(2, param_dtype=jnp.float64)(model(x))
 
 
+def init(model):
+    return jax.jit(model.init)(jax.random.key(0), x())
+
+
 def linen_gradient(model, variables):
     def loss(params):
         rngs = {"dropout": jax.random.key(2)}
@@ -131,16 +135,16 @@ def linen_gradient(model, variables):
 
 def test_linen_is_sequential():
     ours, flaxs = LinenModel(remat.linen.Chain, MEMORY["schedule"]), LinenModel(nn.Sequential, {})
-    variables = flaxs.init(jax.random.key(0), x())
-    close(ours.init(jax.random.key(0), x()), variables)
+    variables = init(flaxs)
+    close(init(ours), variables)
     close(linen_gradient(ours, variables), linen_gradient(flaxs, variables))
 
 
 def test_linen_layers_as_attributes():
     layers = [nn.Dense(WIDTH, param_dtype=jnp.float64), jnp.tanh, nn.Dense(2, param_dtype=jnp.float64)]
     ours, flaxs = remat.linen.Chain(layers, budget="1MiB"), nn.Sequential(layers)
-    variables = flaxs.init(jax.random.key(0), x())
-    close(ours.init(jax.random.key(0), x()), variables)
+    variables = init(flaxs)
+    close(init(ours), variables)
     close(linen_gradient(ours, variables), linen_gradient(flaxs, variables))
 
 
@@ -148,7 +152,7 @@ def test_linen_dropout_is_the_same_in_recomputation():
     """A function of the masks is the same whether blocks are kept or run again, and changes with the key."""
     kept = LinenModel(remat.linen.Chain, MEMORY["budget"], dropout=0.5)
     again = LinenModel(remat.linen.Chain, MEMORY["schedule"], dropout=0.5)
-    variables = kept.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x())
+    variables = jax.jit(kept.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x())
     close(linen_gradient(kept, variables), linen_gradient(again, variables))
     run = jax.jit(lambda key: kept.apply(variables, x(), rngs={"dropout": key}, mutable=["batch_stats"])[0])
     outputs = [run(jax.random.key(seed)) for seed in (2, 3)]

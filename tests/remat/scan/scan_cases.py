@@ -28,7 +28,7 @@ WAYS = [
 def arguments(length):
     """(parameters, first hidden state, xs)."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), float)
+    normal = lambda *shape: jax.device_put(rng.normal(size=shape))
     params = {name: normal(WIDTH, WIDTH) for name in "wu"}
     return params, normal(2, WIDTH), normal(length, 2, WIDTH)
 

@@ -129,7 +129,7 @@ def test_program_does_not_grow():
 
 def test_a_long_scan_runs():
     rng = np.random.default_rng(0)
-    draw = lambda aval: jnp.asarray(rng.normal(size=aval.shape) / 2, aval.dtype)
+    draw = lambda aval: jax.device_put(np.asarray(rng.normal(size=aval.shape) / 2, aval.dtype))
     params, carry, xs = jax.tree.map(draw, lstm_shapes(4, 2, 40_000))
 
     def loss(scan, params):

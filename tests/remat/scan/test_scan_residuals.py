@@ -55,7 +55,7 @@ def test_replicated_residuals_in_shard_map(strategy, extra):
 
     spec = jax.sharding.PartitionSpec
     mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
-    values = jax.random.normal(jax.random.key(0), (9, 3, 3)), jax.random.normal(jax.random.key(1), (8, 3))
+    values = jax.device_put([np.random.default_rng(0).normal(size=shape) for shape in ((9, 3, 3), (8, 3))])
 
     def gradient(scan, **options):
         f = functools.partial(run, scan, **options)

@@ -32,7 +32,7 @@ def loss(params, xs, *, how=jax.lax.scan, **options):
 
 def arguments(length):
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=(3, 3))), jnp.asarray(rng.normal(size=(length, 2, 3)))
+    return jax.device_put(rng.normal(size=(3, 3))), jax.device_put(rng.normal(size=(length, 2, 3)))
 
 
 @functools.cache

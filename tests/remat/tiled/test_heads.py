@@ -35,10 +35,10 @@ def norm(x, scale):
 
 def arguments():
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.4, float)
+    normal = lambda *shape: jax.device_put(rng.normal(size=shape) * 0.4)
     query, key, value = normal(DIM, HEADS, FEATURES), normal(DIM, KV_HEADS, FEATURES), normal(DIM, KV_HEADS, FEATURES)
     bias = normal(LENGTH, LENGTH)
-    scale = jnp.asarray(1 + 0.4 * rng.normal(size=DIM), float)
+    scale = jax.device_put(1 + 0.4 * rng.normal(size=DIM))
     return normal(EXAMPLES, LENGTH, DIM), query, key, value, normal(HEADS, FEATURES, DIM), scale, bias
 
 

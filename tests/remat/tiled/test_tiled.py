@@ -38,7 +38,7 @@ def test_equals_the_function(x64, tile):
 @given(length=st.integers(0, 20), tile=st.integers(1, 21), axis=st.integers(-2, 1))
 def test_any_length_tile_and_axis(length, tile, axis):
     x = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
-    x = jnp.asarray(np.repeat(np.take(x, [0], axis), length, axis))
+    x = jax.device_put(np.repeat(np.take(x, [0], axis), length, axis))
 
     def f(x):
         return {"y": jnp.moveaxis(jnp.tanh(jnp.moveaxis(x, axis, 0)), 0, axis), "n": jnp.isfinite(x)}
@@ -84,7 +84,8 @@ def test_sums_of_gradients_are_kept_in_float32_or_as_asked():
 @pytest.mark.parametrize("use", [lambda w, x: x @ w, lambda w, x: x @ w + x @ w[::-1, ::-1]], ids=["one", "two"])
 def test_gradients_of_weights_are_rounded_once_for_all_tiles(use):
     """Products of small integers: their sums are exact in float32."""
-    x, ct = (jnp.asarray(np.random.default_rng(i).integers(-8, 9, (1, 640, 4)), jnp.bfloat16) for i in range(2))
+    draw = lambda seed: np.random.default_rng(seed).integers(-8, 9, (1, 640, 4)).astype(jnp.bfloat16)
+    x, ct = (jax.device_put(draw(seed)) for seed in range(2))
     w = jnp.zeros((4, 4), jnp.bfloat16)
     pulled = lambda f, w, x, ct: jax.vjp(lambda w: f(w, x), w)[1](ct)[0]
     exact = pulled(use, *(a.astype(jnp.float32) for a in (w, x, ct)))

@@ -20,8 +20,8 @@ def messages(w, nodes, edges, senders, receivers):
 
 def arguments():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
-    ends = [jnp.asarray(rng.integers(NODES, size=EDGES)) for _ in range(2)]
+    draw = lambda *shape: jax.device_put(rng.normal(size=shape))
+    ends = [jax.device_put(rng.integers(NODES, size=EDGES)) for _ in range(2)]
     return draw(9, 3), draw(NODES, 3), draw(EDGES, 3), *ends
 
 

@@ -9,7 +9,7 @@ EXAMPLES, LENGTH, DIM = 2, 13, 8
 
 
 def normal(seed, *shape, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, float)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape) * scale)
 
 
 def norm(x, scale):
