@@ -146,7 +146,8 @@ def test_integers_of_numpy():
     two = np.int64(2)
     block = dense_module(in_features=two, growth_rate=two, num_layers=two, bottleneck=two)
     assert type(hash(block.spec)) is int
-    assert block(X[..., :2]).shape == (1, 4, 4, 6)
-    assert rnn(slots=two)(jnp.ones((1, 5, 2))).shape == (1, 5, 2)
+    run = nnx.jit(lambda model, x: model(x))
+    assert run(block, X[..., :2]).shape == (1, 4, 4, 6)
+    assert run(rnn(slots=two), jnp.ones((1, 5, 2))).shape == (1, 5, 2)
     assert linen_rnn(slots=two).shape == (1, 5, 2)
     assert rnn(budget=np.int64(1000)).budget == 1000

@@ -144,7 +144,8 @@ def test_inside_bidirectional():
             (nnx.RNN(cell()), nnx.RNN(cell())),
         )
     ]
-    close(*(model(inputs(), seq_lengths=LENGTHS) for model in both))
+    run = nnx.jit(lambda model, x: model(x, seq_lengths=LENGTHS))
+    close(*(run(model, inputs()) for model in both))
 
 
 def test_memory_is_that_of_the_budget():
