@@ -88,7 +88,7 @@ def accumulation() -> Step:
     return Step(accumulating(loss), args, {"donate_argnums": (0, 1)})
 
 
-def alternating() -> Step:
+def alternating(layers: int = 2) -> Step:
     """Two networks, the second gradient being that of a loss with the first network as updated."""
 
     def step(one, other, x):
@@ -97,8 +97,8 @@ def alternating() -> Step:
         other = less(other, jax.grad(lambda other: loss([*one, *other], x))(other))
         return one, other
 
-    params = parameters(4)
-    return Step(step, (params[:2], params[2:], batch()))
+    params = parameters(2 * layers)
+    return Step(step, (params[:layers], params[layers:], batch()))
 
 
 def attacked() -> Step:

@@ -14,7 +14,7 @@ from memjax._jit.derivatives.body import Body
 from memjax._jit.fit import Fit
 from memjax._jit.together import Line
 from memjax._plan.memory.layout import Layout, local_bytes
-from tests.jit.steps import OPTIMIZER, OPTIONS, STEPS, batch, held, loss, parameters, updating, within
+from tests.jit.steps import OPTIMIZER, OPTIONS, STEPS, alternating, batch, held, loss, parameters, updating, within
 
 
 def test_what_does_not_fit_gets_an_account():
@@ -74,12 +74,12 @@ def test_a_budget_can_be_a_share_of_what_the_step_takes():
 def _fit_that_compiles_to(nbytes):
     """The search for a plan of a step of two derivatives, the compiled bytes of which are `nbytes`, of how many were compiled."""
     count = itertools.count()
-    return _fit_whose_plans_compile_to(lambda acting: nbytes(next(count)))
+    return _fit_whose_plans_compile_to(lambda acting: nbytes(next(count)), layers=1)
 
 
-def _fit_whose_plans_compile_to(nbytes):
+def _fit_whose_plans_compile_to(nbytes, layers=2):
     """The same, where they follow from how the derivatives run."""
-    step = STEPS["alternating updates"]()
+    step = alternating(layers)
 
     def compiled(acting):
         sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes(acting), "generated_code": 0}
