@@ -200,12 +200,11 @@ def decode(
     channels = 2 * half
     width = next(width for width in (_MOST_CHANNELS, 128, 64) if channels % width == 0)
     rows = min(_VALUES // width, pl.next_power_of_2(length))
-    grid = channels // width, pl.cdiv(length, rows), blocks
 
     def kernel(pairs_ref: Any, *refs: Any) -> None:
         *number_refs, out_ref = refs
         # Rows beyond the block are its last row once more, which is written as it is.
-        place = jnp.minimum(kernels.place_in(grid)[1] * rows + lax.iota(jnp.int32, rows), length - 1)
+        place = jnp.minimum(pl.program_id(1) * rows + lax.iota(jnp.int32, rows), length - 1)
         levels = unpaired(pairs_ref[place, :].astype(jnp.int32), bits)
         out_ref[place, :] = value(levels, *(ref[:][None] for ref in number_refs)).astype(dtype)
 
@@ -215,7 +214,7 @@ def decode(
         kernel,
         [pairs, *(one.reshape(blocks, channels) for one in numbers)],
         [((blocks, length, channels), dtype)],
-        grid=grid,
+        grid=(channels // width, pl.cdiv(length, rows), blocks),
         in_specs=[tile(width // 2), *[of_channels] * len(numbers)],
         out_specs=[tile(width)],
         warps=_WARPS,

@@ -1,6 +1,5 @@
 """What kernels for NVIDIA GPUs share: where they can run, their settings, short pieces of PTX."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,19 +40,14 @@ def call(
     args: Sequence[Any],
     outs: Sequence[tuple[tuple[int, ...], Any]],
     *,
-    grid: tuple[int, ...],
     warps: int,
     interpret: bool,
     **options: Any,
 ) -> Any:
     """The outputs of a Pallas kernel, a list of arrays of the shapes and dtypes in `outs`.
 
-    In a `shard_map` they differ over all mesh axes over which any of `args` differs. A grid of several axes becomes one of a
-    single axis, for on a GPU the others end at 65,535: a kernel gets its place from `place_in`.
+    In a `shard_map` they differ over all mesh axes over which any of `args` differs.
     """
-    if len(grid) > 1:
-        on_one_axis = lambda spec: pl.BlockSpec(spec.block_shape, lambda i: spec.index_map(*_place(i, grid)))
-        options |= {name: list(map(on_one_axis, options[name])) for name in ("in_specs", "out_specs")}
     shapes: list[Any] = [jax.ShapeDtypeStruct(*out) for out in outs]
     if axes := varying_axes(*args):
         args = vary(list(map(jnp.asarray, args)), axes)
@@ -62,21 +56,7 @@ def call(
         from jax.experimental.pallas import triton
 
         options["compiler_params"] = triton.CompilerParams(num_warps=warps, num_stages=1)
-    return pl.pallas_call(kernel, out_shape=shapes, grid=(math.prod(grid),), interpret=interpret, **options)(*args)
-
-
-def place_in(grid: tuple[int, ...]) -> list[Array]:
-    """The place of the program that asks, in the grid that `call` was given."""
-    return _place(pl.program_id(0), grid)
-
-
-def _place(program: Array, grid: tuple[int, ...]) -> list[Array]:
-    """Neighbours are next to each other along the first axis."""
-    found = []
-    for size in grid:
-        found.append(jax.lax.rem(program, jnp.int32(size)))
-        program = jax.lax.div(program, jnp.int32(size))
-    return found
+    return pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, **options)(*args)
 
 
 # Short pieces of PTX. `x * y + z` is rounded once: Triton is told not to contract operations.

@@ -84,14 +84,13 @@ def encode(
       levels: gives the lowest level and the distance of a range.
     """
     positions, groups, width = x.shape
-    part, grid = width // _HALVES, (groups, positions // _ROWS)
+    part = width // _HALVES
     multiply_add = functools.partial(kernels.multiply_add, interpret=interpret)
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
-        group, block = map(u32, kernels.place_in(grid))
-        row = block * u32(_ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 0)
-        column = group * u32(width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 1)
+        row = u32(pl.program_id(1) * _ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 0)
+        column = u32(pl.program_id(0) * width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (_ROWS, part // 4), 1)
         place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
             multiply_add(
@@ -115,7 +114,7 @@ def encode(
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
     # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
-    some = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
+    block = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
     whole = pl.BlockSpec((None, _HALVES, part), lambda j, i: (j, 0, 0))
     planes_in_pieces = jax.eval_shape(
         lambda half: _packed([half, half], bits, interpret=True), jax.ShapeDtypeStruct((1, part), jnp.uint32)
@@ -131,9 +130,9 @@ def encode(
         kernel,
         args,
         outs,
-        grid=grid,
-        in_specs=[some(_HALVES, part), whole, whole],
-        out_specs=[*(some(*shape) for shape in shapes_of_planes), some(), some()],
+        grid=(groups, positions // _ROWS),
+        in_specs=[block(_HALVES, part), whole, whole],
+        out_specs=[*(block(*shape) for shape in shapes_of_planes), block(), block()],
         warps=1,
         interpret=interpret,
     )
