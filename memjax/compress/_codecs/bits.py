@@ -145,7 +145,7 @@ def expand(x: Words, moves: Moves, mask: Words) -> Words:
 # Each part of a level has a byte array of its own, a plane. A byte of a plane of 4 bits holds the parts of two values
 # that are half of the last axis apart: so neighbours read and write neighbouring bytes. One of 2 or 1 bits holds those
 # of neighbours: a kernel has these in the registers of one thread, where others would be in pieces too narrow to read.
-# Apart from slices and reshapes, `pack_levels` and `unpack_levels` are elementwise.
+# Apart from slices, reshapes and bytes taken for words, `pack_levels` and `unpack_levels` are elementwise.
 
 _APART = 4  # bits, of a plane whose bytes do not hold neighbours
 
@@ -179,9 +179,11 @@ def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array,
 def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
     """The inverse of `pack_levels`.
 
-    What four neighbours share is computed for words of four bytes. It is written down for each of them, or XLA would make the
-    words in a kernel of its own; compilers compute it once.
+    What four neighbours share is computed for words of four bytes. It is written down for each of them, or XLA:GPU would make
+    the words in a kernel of its own; it computes them once.
     """
+    if bits == 8:
+        return u32(planes[0])
     words, below = None, 0
     for width, plane in zip(WIDTHS[bits].planes, planes, strict=True):
         part = _in_bytes(plane, width) << u32(below)
@@ -195,21 +197,19 @@ def _in_bytes(plane: UInt8[Array, "... _"], width: int) -> UInt32[Array, "... fo
     """The parts of levels in a plane: those of four neighbours in the bytes of a word, which each of them has."""
     leading, fours = plane.shape[:-1], 8 * plane.shape[-1] // width // 4
     of_each = lambda x: jnp.broadcast_to(x[..., None], (*x.shape, 4))
-    is_second = lambda shape, axis: lax.broadcasted_iota(jnp.uint32, shape, axis) != 0
+    # Not a choice between two: on a mesh of explicit axes the condition would have to be sharded as they are.
+    half = lambda x, axis: x >> (u32(4) * lax.broadcasted_iota(jnp.uint32, x.shape, axis))
     if width == 2:
         pairs = of_each(u32(plane))
         pairs = (pairs | pairs << 12) & u32(0x000F000F)
         return (pairs | pairs << 6) & u32(0x03030303)
     if width == 1:
         eights = jnp.broadcast_to(u32(plane)[..., None, None], (*plane.shape, 2, 4))
-        parts = jnp.where(is_second(eights.shape, eights.ndim - 2), eights >> 4, eights) & u32(0xF)
+        parts = half(eights, eights.ndim - 2) & u32(0xF)
         return ((parts * u32(0x00204081)) & u32(0x01010101)).reshape(*leading, fours, 4)
     words = of_each(lax.bitcast_convert_type(plane.reshape(*leading, plane.shape[-1] // 4, 4), jnp.uint32))
-    if width != _APART:
-        return words
     pairs = jnp.broadcast_to(words[..., None, :, :], (*leading, 2, *words.shape[-2:]))
-    halves = jnp.where(is_second(pairs.shape, pairs.ndim - 3), pairs >> 4, pairs) & u32(0x0F0F0F0F)
-    return halves.reshape(*leading, fours, 4)
+    return (half(pairs, pairs.ndim - 3) & u32(0x0F0F0F0F)).reshape(*leading, fours, 4)
 
 
 # Levels of two neighbouring channels in one number, which tells the code of a kernel: 4 bits each in a byte, as the kernel
