@@ -98,7 +98,10 @@ class ArrayCodecs:
     keeps_fine = False
     keeps_images = False
     keeps_chains = False
-    flops_of_coding = 0
+
+    @property
+    def flops_of_coding(self) -> int:
+        return 0
 
     def __init__(self, codec: Any):
         self._codec = codec
@@ -179,7 +182,11 @@ class _ByBits(ArrayCodecs):
         self.in_iterations = not isinstance(given, ArrayBits | BitsRecorder) and getattr(given, "scales", None) is None
         self.keeps_fine = _FINE * bits > CODED[0]
         self.keeps_chains = given is None and bits == 8  # with fewer bits errors add up to much
-        self.flops_of_coding = flops_of_coding(traced_device().platform)
+
+    @property
+    def flops_of_coding(self) -> int:
+        # Of the device that is traced for, which may be another one than where the function was wrapped.
+        return flops_of_coding(traced_device().platform)
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         given = self._codec
