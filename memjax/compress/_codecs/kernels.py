@@ -119,12 +119,13 @@ def nibbles(x: UInt8[Array, "..."], y: UInt8[Array, "..."], *, interpret: bool) 
     return instruction(code, "=r,r,r", x, y, dtype=jnp.int8, pack=4).astype(jnp.uint8)
 
 
-def neighbours(x: UInt8[Array, "rows n"], below: int, width: int, *, interpret: bool) -> UInt32[Array, "rows _"]:
-    """Of each byte the `width` bits, one or two, above the lowest `below`, those of neighbours together in a byte, the first in
-    its lowest bits; of a multiple of four bytes in each thread.
+def packed_neighbours(x: UInt8[Array, "rows n"], below: int, width: int, *, interpret: bool) -> UInt32[Array, "rows _"]:
+    """Packs `width` bits of each byte, those above the lowest `below`, with those of its neighbours into one byte, the first in
+    its lowest bits. `width` is 1 or 2. The four bytes of a register must be neighbours along the last axis, the first of them at
+    a multiple of four: so they are where a thread has read a whole vector.
     """
-    together = lambda parts, width: jnp.sum(
-        parts << (width * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32
+    together = lambda parts, bits: jnp.sum(
+        parts << (bits * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32
     )
     in_parts = lambda values, size: values.astype(jnp.uint32).reshape(x.shape[0], -1, size)
     if interpret:
@@ -133,7 +134,7 @@ def neighbours(x: UInt8[Array, "rows n"], below: int, width: int, *, interpret: 
     mask, factor = (0x01010101, 0x01020408) if width == 1 else (0x03030303, 0x01041040)
     code = f"shr.b32 $0, $1, {below}; and.b32 $0, $0, {mask:#x}; mul.lo.u32 $0, $0, {factor:#x}; shr.b32 $0, $0, 24;"
     found = in_parts(instruction(code, "=r,r", x, dtype=jnp.int8, pack=4).astype(jnp.uint8), 4)
-    first = lax.broadcasted_iota(jnp.int32, found.shape, 2) == 0  # of four has it then
+    first = lax.broadcasted_iota(jnp.int32, found.shape, 2) == 0  # it has the parts of all four
     fours = jnp.sum(jnp.where(first, found, 0), 2, dtype=jnp.uint32)
     return fours if width == 2 else together(in_parts(fours, 2), 4)
 

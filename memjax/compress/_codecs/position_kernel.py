@@ -24,6 +24,7 @@ SAMPLES = 256
 """Positions from which channels are measured."""
 
 _ROWS = 16  # positions of a program of one warp: with more warps ranges would be passed between them
+_NARROWEST, _WIDEST = 64, 1024  # groups: of the widest a thread has 512 values
 _HALVES = 2  # of a group, whose levels of 4 bits share bytes
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
@@ -32,9 +33,8 @@ _PRIME = 37  # samples are as far apart as that, and not at the same place of ea
 def suits(aval: Any, shape: tuple[int, int, int]) -> bool:
     """Whether the kernel can encode an array of this type in positions x groups x features of a group, and is worth it."""
     positions, _, width = shape
-    if not (_FEWEST <= aval.size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
-        return False
-    return is_of_one_device(aval) and has_kernels()
+    fits = _FEWEST <= aval.size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0
+    return fits and _NARROWEST <= width <= _WIDEST and is_of_one_device(aval) and has_kernels()
 
 
 def measure(
@@ -149,6 +149,6 @@ def _packed(digits: Sequence[UInt32[Array, "rows part"]], bits: int, *, interpre
         elif width == 4:
             planes.append([kernels.nibbles(*levels, interpret=interpret)])
         else:
-            planes.append([kernels.neighbours(half, below, width, interpret=interpret) for half in levels])
+            planes.append([kernels.packed_neighbours(half, below, width, interpret=interpret) for half in levels])
         below += width
     return planes

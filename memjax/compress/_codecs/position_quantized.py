@@ -62,8 +62,8 @@ class PositionQuantized(FixedRate):
     1e-34 show. A NaN or an infinity makes its group of its position NaN.
 
     Encoding reads the array for the ranges, and once more for each array of levels, of which 6, 5 and 3 bits have two; compiled
-    for an NVIDIA GPU a kernel reads it once, if there are 512 positions or more, a multiple of 16. Decoding
-    is arithmetic on single values, which XLA does where they are read: no decoded array is written.
+    for an NVIDIA GPU a kernel reads it once, if there are 512 positions or more, a multiple of 16, and groups are 64, 128, 256,
+    512 or 1,024 wide. Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
 
     Memory: `bits + 32 / group` per value, 8.25, 6.25, 5.25, 4.25 or 3.25 bits, and 64 bits per channel.
 

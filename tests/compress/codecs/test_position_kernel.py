@@ -88,7 +88,7 @@ def test_compiled_measure():
 def test_the_kernel_is_for_gpus_and_shapes_that_fill_its_blocks():
     if jax.default_backend() != "gpu":
         assert not position_kernel.suits(jax.core.ShapedArray((512, 512), jnp.bfloat16), (512, 4, 128))
-    for positions, width in ((511, 128), (512, 96)):
+    for positions, width in ((511, 128), (512, 96), (512, 2048)):
         aval = jax.core.ShapedArray((positions, 4 * width), jnp.bfloat16)
         assert not position_kernel.suits(aval, (positions, 4, width))
 
