@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from memjax.compress import BlockQuantized, ChannelQuantized, ErrorBounded, GroupQuantized
+from memjax.compress import BlockQuantized, ChannelQuantized, ErrorBounded, GroupQuantized, PositionQuantized
 from tests.compress.codecs.round_trip import normal
 
 CODECS = {
@@ -151,3 +151,16 @@ def test_codecs_of_explicitly_sharded_arrays(codec, spec):
         got = jax.jit(lambda x: codec.decode(codec.encode(x)))(placed)  # with a bound for each channel it has no hash
         assert jax.typeof(got) == jax.typeof(placed)
     assert np.all(np.abs(jax.device_get(got) - x) <= (codec.bound if isinstance(codec, ErrorBounded) else 0.05))
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
+def test_a_code_that_is_sharded_afterwards_is_decoded(bits):
+    """On a mesh of explicit axes JAX wants all operands of an operation sharded alike."""
+    codec, x = PositionQuantized(bits), normal(8, 64, 128)
+    code = jax.jit(codec.encode)(x)
+    wanted = jax.jit(codec.decode)(code)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        at = lambda a: NamedSharding(mesh, P("d") if a.shape[:1] == (8,) else P())
+        got = jax.jit(codec.decode)(jax.tree.map(lambda a: jax.device_put(a, at(a)), code))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))

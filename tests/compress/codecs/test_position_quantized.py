@@ -49,11 +49,12 @@ def _activations(shape, dtype=jnp.float32, outliers=True):
 @pytest.mark.smoke
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_are_packed_without_gaps(bits):
-    level = np.random.default_rng(bits).integers(0, 2**bits, (3, 5, 40), np.uint32)
-    planes = jax.jit(pack_levels, static_argnums=1)(level, bits)
-    assert sum(plane.nbytes for plane in planes) == level.size * bits // 8
     assert sum(WIDTHS[bits].planes) == bits
-    np.testing.assert_array_equal(jax.jit(unpack_levels, static_argnums=1)(planes, bits), level)
+    for shape in ((3, 5, 40), (2, 8), (0, 16)):
+        level = np.random.default_rng(bits).integers(0, 2**bits, shape, np.uint32)
+        planes = jax.jit(pack_levels, static_argnums=1)(level | np.uint32(0x50000), bits)
+        assert sum(plane.nbytes for plane in planes) == level.size * bits // 8
+        np.testing.assert_array_equal(jax.jit(unpack_levels, static_argnums=1)(planes, bits), level)
 
 
 @pytest.mark.parametrize(
