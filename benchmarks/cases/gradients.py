@@ -1,4 +1,4 @@
-"""Compares ways to compute a gradient: time, temporary memory and error. `transformer_codes` and `compressed_default` use it."""
+"""Compares ways to compute a gradient: time, temporary memory and error."""
 
 import statistics
 import time
@@ -28,7 +28,7 @@ def compare(
       ways: functions of `args` that return a gradient, a pytree, or what `compile_way` made of them. One that fails has a row
         that says why.
       args: arrays.
-      settle: seconds for which they run before, as clocks of a GPU fall with its temperature.
+      settle: seconds for which all ways run before times are taken, as clocks of a GPU fall with its temperature.
       gradient_of: what a way returns -> the gradient.
       show: called with each row as soon as memory and error are known, and once more with all of it.
     """

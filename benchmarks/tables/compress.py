@@ -81,7 +81,12 @@ def public_table() -> str:
         *("largest error of the gradient", "bytes kept"),
     ]
     # A row of another run has the environment of that.
-    return table(header, body, [environment, *(row["environment"] for row in rows if "environment" in row)], "public")
+    others = [
+        row["environment"] | {"accelerator": f"{row['model'].replace('_', ' ')}: {row['environment']['accelerator']}"}
+        for row in rows
+        if "environment" in row
+    ]
+    return table(header, body, [environment, *others], "public")
 
 
 def training_table() -> str:

@@ -257,14 +257,14 @@ _WIDTH, _KEYS, _HIDDEN, _POSITIONS, _LAYERS = (
     4096,
     8,
 )  # of the Llama layers; positions of each sequence
-_CODED = ((8, _KEYS), (8, _WIDTH), (6, _WIDTH), (5, _HIDDEN), (5, _HIDDEN))  # bits and features in a layer with 4 bits
+_CODED = ((8, _WIDTH), (6, _WIDTH), (5, _HIDDEN), (5, _HIDDEN))  # bits and features in a layer with 4 bits, on a GPU
 
 
 def _repeated() -> float:
-    """The share of a layer's arithmetic that runs again with codes of 4 bits: the products of queries and of keys."""
+    """The share of a layer's arithmetic that runs again with codes of 4 bits: the products of queries, keys and values."""
     products = 2 * _WIDTH * (2 * _WIDTH + 2 * _KEYS + 3 * _HIDDEN)  # of a token, forward
     attention = 2 * _POSITIONS * _WIDTH  # causal: half of two products with all keys
-    return 2 * _WIDTH * (_WIDTH + _KEYS) / (3 * products + 3.5 * attention)
+    return 2 * _WIDTH * (_WIDTH + 2 * _KEYS) / (3 * products + 3.5 * attention)
 
 
 def repeated_products() -> str:
@@ -275,20 +275,23 @@ def llama_limits() -> str:
     """What 4 bits of Llama layers cost by count."""
     rows, tokens = by("transformer_codes_llama", "case"), 4 * _POSITIONS
     plain, four = rows["plain"], rows["compressed, 4 bits"]
-    of_plain = lambda nbytes: percent(nbytes / 2**20 / plain["temp_mib"], 1)
-    codes = sum(tokens * features * (bits + 0.25) / 8 for bits, features in _CODED)
-    exact = tokens * (2 * _WIDTH + 4 * 32)  # the layer's input, and log-sum-exps of 32 heads
+    share = lambda nbytes: nbytes / 2**20 / plain["temp_mib"]
+    codes = [tokens * features * (bits + 0.25) / 8 for bits, features in _CODED]
+    kept = _LAYERS * (sum(codes) + tokens * (2 * _WIDTH + 4 * 32))  # with the input and log-sum-exps of 32 heads, exact
+    factors = _LAYERS * sum(codes[-2:])
+    factor, fewer = 2 * tokens * _HIDDEN, _LAYERS * 2 * tokens * _HIDDEN / 8
     read = sum(tokens * features * 2 for _, features in _CODED)
-    moved = _LAYERS * (read + codes) / 4.8e12 * 1e3 / plain["ms"]
-    fewer = _LAYERS * 2 * tokens * _HIDDEN / 8
+    moved = _LAYERS * (read + sum(codes)) / 4.8e12 * 1e3 / plain["ms"]
     more = four["ms"] / plain["ms"] - 1
-    assert more > _repeated() + moved
+    assert factors > kept / 2
+    assert share(kept + factor) < four["temp_mib"] / plain["temp_mib"] < share(kept + factor) + 0.02
     return (
-        f"What is kept takes {of_plain(_LAYERS * (codes + exact))} of the plain layers' memory by count, more than half of which "
-        "is the two factors of the feed-forward layer, of 5 bits each, and one array as large as these "
-        f"{of_plain(2 * tokens * _HIDDEN)} besides. Factors of 4 bits would take {of_plain(fewer)} less, but their errors are "
-        "twice as large. These two products, and one pass that reads what is encoded and writes codes at 4.8 TB/s, are "
-        f"{percent(_repeated() + moved, 1)} of the plain time by count, of {percent(more, 1)} that were measured."
+        f"What is kept takes {percent(share(kept), 1)} of the plain layers' memory by count, more than half of it codes of the "
+        f"two factors of the feed-forward layer, of 5 bits, and one factor in bfloat16, {percent(share(factor), 1)}, is there "
+        f"besides. Factors of 4 bits would take {percent(share(fewer), 1)} less, but their errors are twice as large. If all "
+        f"time went into products and attention, the three products would take {percent(_repeated(), 1)} more, and one pass that "
+        f"reads what is encoded and writes codes at 4.8 TB/s {percent(moved, 1)}: {percent(_repeated() + moved, 1)} together, "
+        f"before any code is read, of {percent(more, 1)} that were measured."
     )
 
 
