@@ -62,7 +62,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_report_header():
-    return "All tests take about 15 minutes on two cores; those marked smoke take one."
+    return "All tests take about ten minutes on two cores; those marked smoke take one."
 
 
 # Files that take the longest, in this order. Begun last, one of them would leave the other process without work.
