@@ -1,6 +1,4 @@
-"""The controller and transactional steps: bounds by the paper's equations, statistics however gradients are taken, and overflows
-that leave no trace.
-"""
+"""The controller and transactional steps: bounds by the paper's equations, statistics of gradients, overflows without a trace."""
 
 import dataclasses
 import functools
@@ -187,6 +185,12 @@ def test_bounds_follow_the_equations():
     assert not any(map(np.any, jax.tree.leaves(params["codec"].statistics)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def updated(tx, params, state, gradients):
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 def bounds_after_an_update(found, **options):
     """Bounds of arrays with these statistics, which are 0.3 before. The mean momentum of all gradients is a half."""
     ones, names = jnp.ones_like(found.uses), [f"w{i}" for i in range(len(found.uses))]
@@ -204,13 +208,7 @@ def bounds_after_an_update(found, **options):
         "net": dict.fromkeys(names, jnp.full((), -0.5)),
         "codec": dataclasses.replace(layers, statistics=found),
     }
-
-    @jax.jit
-    def updated(params, gradients):
-        updates, _ = tx.update(gradients, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    return np.asarray(updated(params, gradients)["codec"].bound)
+    return np.asarray(updated(tx, params, tx.init(params), gradients)[0]["codec"].bound)
 
 
 def statistics_of(power):
@@ -261,16 +259,10 @@ gradient_of_scaled = jax.jit(jax.grad(lambda params, x, by: by * loss(params["co
 
 def stepped(tx, by=1.0, steps=3):
     """Parameters after so many steps of a loss `by` times as large."""
-
-    @jax.jit
-    def update(params, state, gradients):
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
     params = {"net": weights(1), "codec": found_layers(1, bound=2**-3)}
     state = jax.jit(tx.init)(params)
     for i in range(steps):
-        params, state = update(params, state, gradient_of_scaled(params, batch(i), by))
+        params, state = updated(tx, params, state, gradient_of_scaled(params, batch(i), by))
     return jax.device_get(params)
 
 
