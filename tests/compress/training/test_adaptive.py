@@ -305,7 +305,7 @@ def trained(steps, capacity, force=lambda step: False, ahead=False):
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer, "mean": mean, "key": key}, jnp.mean(x)
 
-    run = compress.transactional(step, window=10**6, margin=4, ahead=ahead)
+    run = compress.transactional(step, window=10**6, margin=2, ahead=ahead)
     outs = []
     for i in range(steps):
         if force(i):
