@@ -168,10 +168,11 @@ def _compiled(case: Case, steps: int) -> tuple[_Programs, dict[str, Any]]:
         started, updated = (pool.submit(one.compile) for one in (lowered, jax.jit(update).lower(params, state, params)))
         apart_compiled = pool.submit(jax.jit(apart).lower(params, params).compile)
         residuals = dict(zip(_WRAPS, pool.map(saved, _WRAPS), strict=True))
-        others = [one.result() for one in (started, updated, apart_compiled)]
+        start_program, update_program = started.result(), updated.result()
+        apart_program = apart_compiled.result()
     # One after the other: a GPU's compiler chooses kernels by their times.
     gradients = {kind: gradient(kind) for kind in _WRAPS}
-    programs = _Programs(others[0], gradients, *others[1:])
+    programs = _Programs(start_program, gradients, update_program, apart_program)
     sizes = {
         kind: {
             "residual_bytes": residuals[kind],

@@ -20,7 +20,7 @@ class Saving(NamedTuple):
     plain_ms: float
     ms: float
     ratio: float | None = None
-    """Of the times: the median of several, where they were measured in turns."""
+    """`ms / plain_ms`, as the median over rounds; None where the benchmark measured no rounds."""
 
     @property
     def of_time(self) -> float:

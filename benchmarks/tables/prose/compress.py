@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.record import RESULTS, mean_and_error
 from benchmarks.tables.markdown import load
-from benchmarks.tables.prose.rows import Row, by, percent, span
+from benchmarks.tables.prose.rows import H200_BANDWIDTH, Row, by, percent, span
 
 _TRAININGS = ("compressed_training", "compressed_training_alexnet", "compressed_training_resnet50")
 _COARSE = "compressed_training_coarse"
@@ -250,13 +250,8 @@ def position_errors() -> str:
     )
 
 
-_WIDTH, _KEYS, _HIDDEN, _POSITIONS, _LAYERS = (
-    2048,
-    512,
-    8192,
-    4096,
-    8,
-)  # of the Llama layers; positions of each sequence
+# Of the Llama layers: features, those of keys, those of the feed-forward layer, positions of a sequence, layers.
+_WIDTH, _KEYS, _HIDDEN, _POSITIONS, _LAYERS = 2048, 512, 8192, 4096, 8
 _CODED = ((8, _WIDTH), (6, _WIDTH), (5, _HIDDEN), (5, _HIDDEN))  # bits and features in a layer with 4 bits, on a GPU
 
 
@@ -281,7 +276,7 @@ def llama_limits() -> str:
     factors = _LAYERS * sum(codes[-2:])
     factor, fewer = 2 * tokens * _HIDDEN, _LAYERS * 2 * tokens * _HIDDEN / 8
     read = sum(tokens * features * 2 for _, features in _CODED)
-    moved = _LAYERS * (read + sum(codes)) / 4.8e12 * 1e3 / plain["ms"]
+    moved = _LAYERS * (read + sum(codes)) / H200_BANDWIDTH * 1e3 / plain["ms"]
     more = four["ms"] / plain["ms"] - 1
     assert factors > kept / 2
     assert share(kept + factor) < four["temp_mib"] / plain["temp_mib"] < share(kept + factor) + 0.02

@@ -7,6 +7,8 @@ from benchmarks.tables.markdown import load
 
 Row = dict[str, Any]
 
+H200_BANDWIDTH = 4.8e12  # bytes a second between an H200 and its memory, by its data sheet
+
 
 def by(name: str, key: str) -> dict[str, Row]:
     """The rows of a file of results that have `key`, by it."""
